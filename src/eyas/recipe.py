@@ -1,0 +1,249 @@
+"""The recipe: the one schema of everything that a user can set, and how it is read and overridden."""
+
+import difflib
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from eyas.errors import InputError
+from eyas.files import fingerprint
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Part(BaseModel):
+    """A section of the recipe: unknown keys are refused, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetPart(Part):
+    path: str = Field(description="checkpoint directory, or a hub id")
+    remote_code: bool = Field(False, description="allow the checkpoint's own Python code")
+
+
+class DataPart(Part):
+    prompts: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+        min_length=1,
+        description="files, directories or dataset ids; relative paths start at the recipe's folder",
+    )
+    responses: Literal["regenerate", "keep"] = Field(
+        "regenerate", description="regenerate: the target answers every prompt; keep: the file's own answers"
+    )
+    holdout: float | int = Field(
+        0.05, ge=0, description="conversations never trained on: a share below 1, or a count of 1 or more"
+    )
+    limit: int | None = Field(None, ge=2, description="use only this many conversations")
+    max_length: int = Field(4096, ge=8, description="longest sample, in tokens of prompt and answer")
+
+
+class SamplingPart(Part):
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=1)
+    max_tokens: int = Field(2048, ge=2, description="longest answer, in tokens")
+    seed: int | None = Field(0, description="the engine's sampling seed for each request")
+
+
+class EnginePart(Part):
+    kind: Literal["vllm", "hf"] = Field("vllm", description="vllm: a server; hf: transformers in this process")
+    urls: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+        default_factory=list, description="running servers to use; empty: eyas starts one on loopback"
+    )
+    python: str | None = Field(None, description="the interpreter that has vLLM; default: this one")
+    tensor_parallel: int = Field(1, ge=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the checkpoint's")
+    attention_backend: str | None = Field(None, description="e.g. CPU_MLA or FLASH_ATTN; default: vLLM's choice")
+    concurrency: int = Field(64, ge=1, description="requests in flight")
+    start_timeout: float = Field(3600, gt=0, description="seconds until a started server must answer")
+    args: dict[str, str | int | float | bool | None] = Field(
+        default_factory=dict, description="further `vllm serve` options, e.g. {enforce-eager: true}"
+    )
+    sampling: SamplingPart = Field(default_factory=SamplingPart)  # type: ignore[arg-type]
+
+
+class StatesPart(Part):
+    dtype: Literal["engine", "bf16", "f32"] = Field("bf16", description="stored precision; engine: as captured")
+    window: int | None = Field(
+        None, ge=1, description="keep at most this many samples' states at once (None: all of them)"
+    )
+
+
+class DraftPart(Part):
+    preset: Literal["eagle3", "eagle3.1"] = Field(
+        "eagle3", description="eagle3.1 adds norm_before_fc and norm_output (vLLM only)"
+    )
+    vocab_size: int = Field(32000, ge=1)
+    layers: int = Field(1, ge=1)
+    aux_layers: list[int] | None = Field(
+        None, description="state after k layers, ascending; default: 2, middle, last but two"
+    )
+    intermediate_size: int | None = Field(None, ge=1, description="default: the target's")
+    attention_heads: int | None = Field(None, ge=1, description="default: the target's")
+    key_value_heads: int | None = Field(None, ge=1, description="default: the target's")
+    head_dim: int | None = Field(None, ge=1, description="default: the target's")
+    from_: str | None = Field(None, alias="from", description="an existing drafter to start from")
+
+
+class TrainPart(Part):
+    ttt_steps: int = Field(3, ge=1, le=16)
+    epochs: int = Field(10, ge=1)
+    tokens_per_batch: int = Field(8192, ge=16, description="tokens of one packed batch")
+    lr: float = Field(1.0e-4, gt=0)
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps")
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    loss: str = Field("kl_div", description="kl_div, rkl, jsd, ce, tv, nla, lk_hybrid")
+    step_decay: float = Field(1.0, gt=0, le=1, description="weight of TTT step k is step_decay ** k")
+    train_head: bool = Field(False, description="train the draft head (else: the target's rows, frozen)")
+    keep: int = Field(2, ge=1, description="checkpoints kept: the best and the last ones")
+    save_every: int | None = Field(None, ge=1, description="steps between checkpoints; default: each epoch")
+    eval_every: int | None = Field(None, ge=1, description="steps between evaluations; default: each epoch")
+    compute: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU")
+    seed: int = 0
+
+
+class ExportPart(Part):
+    formats: list[Literal["vllm", "speculators", "sglang"]] = Field(default_factory=lambda: ["vllm"], min_length=1)
+
+
+class VerifyPart(Part):
+    speculative_tokens: int = Field(3, ge=1, le=16)
+    prompts: int = Field(64, ge=1, description="seen and held-out prompts each, at most")
+    draft_attention_backend: str | None = Field(None, description="attention backend of the drafter")
+    tolerance: float = Field(0.05, gt=0, description="largest |served - predicted| acceptance length")
+
+
+class Recipe(Part):
+    run_dir: str
+    target: TargetPart
+    data: DataPart
+    engine: EnginePart = Field(default_factory=EnginePart)  # type: ignore[arg-type]
+    states: StatesPart = Field(default_factory=StatesPart)  # type: ignore[arg-type]
+    draft: DraftPart = Field(default_factory=DraftPart)  # type: ignore[arg-type]
+    train: TrainPart = Field(default_factory=TrainPart)  # type: ignore[arg-type]
+    export: ExportPart = Field(default_factory=ExportPart)
+    verify: VerifyPart = Field(default_factory=VerifyPart)  # type: ignore[arg-type]
+
+    @model_validator(mode="after")
+    def _answers_fit(self) -> "Recipe":
+        if self.data.responses == "regenerate" and self.engine.sampling.max_tokens >= self.data.max_length:
+            raise ValueError(
+                f"engine.sampling.max_tokens ({self.engine.sampling.max_tokens}) leaves no room for a prompt within "
+                f"data.max_length ({self.data.max_length}); lower the first or raise the second"
+            )
+        return self
+
+
+def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Reads a recipe file and applies `key.sub=value` overrides (values are YAML).
+
+    Relative paths inside the recipe (target directory, prompt files, drafter) start at the recipe's folder when they
+    exist there, else at the working directory; `run_dir` always starts at the working directory.
+    Raises InputError with the file, the key, what was found and what was expected.
+    """
+    if not path.is_file():
+        raise InputError(f"no recipe file {path}", fix="give the path of a YAML recipe; `recipes/` has ready ones")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise InputError(f"{path} is not valid YAML: {_one_line(e)}", fix="correct that line") from None
+    if not isinstance(raw, dict):
+        raise InputError(
+            f"{path} holds {_kind(raw)}, not a mapping of recipe keys", fix="start from a file in `recipes/`"
+        )
+    for text in overrides:
+        _override(raw, text)
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as e:
+        raise InputError("\n".join(_explain(path, err) for err in e.errors())) from None
+    return _with_paths_resolved(recipe, path.resolve().parent)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every key written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json", by_alias=True), sort_keys=False)
+
+
+def part_fingerprint(*parts: Part) -> str:
+    return fingerprint([p.model_dump(mode="json", by_alias=True) for p in parts])
+
+
+def _override(raw: dict[Any, Any], text: str) -> None:
+    key, sep, value = text.partition("=")
+    if not sep or not key:
+        raise InputError(f"--set {text!r} is not key=value", fix="write e.g. --set train.epochs=3")
+    node = raw
+    *parents, last = key.split(".")
+    for i, name in enumerate(parents):
+        node = node.setdefault(name, {})
+        if not isinstance(node, dict):
+            raise InputError(f"--set {text}: {'.'.join(parents[: i + 1])} is not a section of the recipe")
+    try:
+        node[last] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise InputError(
+            f"--set {text}: the value is not valid YAML", fix="quote it, e.g. --set 'key=\"text\"'"
+        ) from None
+
+
+def _explain(path: Path, err: Any) -> str:
+    loc = [str(x) for x in err["loc"]]
+    key = ".".join(loc)
+    if err["type"] == "extra_forbidden":
+        known = _keys_at(err["loc"][:-1])
+        near = difflib.get_close_matches(loc[-1], known, n=1)
+        hint = f'did you mean "{".".join([*loc[:-1], near[0]])}"?' if near else f"known keys here: {', '.join(known)}"
+        return f"{path}: unknown key {key} - {hint}"
+    if err["type"] == "missing":
+        return f"{path}: key {key} is missing - add it"
+    found = "" if not loc else f", found {err['input']!r}"
+    return f"{path}: {key or 'recipe'}: {err['msg'].removeprefix('Value error, ')}{found}"
+
+
+def _keys_at(loc: tuple[Any, ...]) -> list[str]:
+    model: Any = Recipe
+    for name in loc:
+        field = next(f for n, f in model.model_fields.items() if name in (n, f.alias))
+        model = _model_of(field.annotation)
+    return [f.alias or n for n, f in model.model_fields.items()]
+
+
+def _model_of(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel))
+    return annotation
+
+
+def _with_paths_resolved(recipe: Recipe, base: Path) -> Recipe:
+    def resolve(p: str) -> str:
+        beside = base / p
+        return str(beside.resolve()) if not Path(p).is_absolute() and beside.exists() else p
+
+    draft = recipe.draft
+    if draft.from_ is not None:
+        draft = draft.model_copy(update={"from_": resolve(draft.from_)})
+    return recipe.model_copy(
+        update={
+            "target": recipe.target.model_copy(update={"path": resolve(recipe.target.path)}),
+            "data": recipe.data.model_copy(update={"prompts": [resolve(p) for p in recipe.data.prompts]}),
+            "draft": draft,
+        }
+    )
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _one_line(e: Exception) -> str:
+    return " ".join(str(e).split())

