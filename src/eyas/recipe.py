@@ -56,6 +56,7 @@ class EnginePart(Part):
     urls: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         default_factory=list, description="running servers to use; empty: eyas starts one on loopback"
     )
+    api_key_file: str | None = Field(None, description="file that holds the key of the servers in `urls`")
     python: str | None = Field(None, description="the interpreter that has vLLM; default: this one")
     tensor_parallel: int = Field(1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the checkpoint's")
@@ -101,8 +102,11 @@ class TrainPart(Part):
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps")
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
-    loss: str = Field("kl_div", description="kl_div, rkl, jsd, ce, tv, nla, lk_hybrid")
+    loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = Field(
+        "kl_div", description="speculators' losses; nla and lk_hybrid are the LK losses of arXiv 2602.23881"
+    )
     step_decay: float = Field(1.0, gt=0, le=1, description="weight of TTT step k is step_decay ** k")
+    noise: float = Field(0.0, ge=0, description="width of the uniform noise added to the aux states")
     train_head: bool = Field(False, description="train the draft head (else: the target's rows, frozen)")
     keep: int = Field(2, ge=1, description="checkpoints kept: the best and the last ones")
     save_every: int | None = Field(None, ge=1, description="steps between checkpoints; default: each epoch")

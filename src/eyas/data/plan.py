@@ -1,0 +1,109 @@
+"""What a harvest still has to ask: requests made lazily from the prepared conversations, turn after turn."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from eyas.data.committed import Committed
+from eyas.data.history import next_prompt
+from eyas.data.prepare import LEAST_ANSWER
+from eyas.data.render import Renderer
+from eyas.data.shapes import RowError
+from eyas.engine.base import Request
+from eyas.recipe import Recipe
+from eyas.rundir import RunDir
+from eyas.target.info import TargetInfo
+
+ENDED_CUT = "later turns not asked: the answer before was cut by length"
+ENDED_LONG = "later turns not asked: no room within data.max_length"
+ENDED_REFUSED = "later turns not asked: the chat template refuses the history"
+ENDED_BAD = "later turns not asked: the answer before could not be used"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the commit needs to know about a request that is out."""
+
+    conversation: str
+    turn: int
+    source: str
+    split: str
+    prompt_ids: list[int]
+    loss_mask: list[bool] | None
+
+
+class Plan:
+    """The prepared conversations as requests. `out` holds what was asked and is not settled yet."""
+
+    def __init__(
+        self, recipe: Recipe, target: TargetInfo, run: RunDir, committed: Committed, render: Renderer | None
+    ) -> None:
+        self.keep = recipe.data.responses == "keep"
+        self.max_length = min(recipe.data.max_length, target.max_position_embeddings)
+        self.max_tokens = recipe.engine.sampling.max_tokens
+        self.run, self.committed, self.render = run, committed, render
+        self.out: dict[str, Asked] = {}
+        turns = pq.read_table(run.prepared, columns=["turns"])["turns"].to_numpy()
+        self.rounds = int(turns.max(initial=0))
+        self.total = int(turns.sum())
+
+    def splits(self) -> dict[str, str]:
+        """The split of each prepared conversation."""
+        table = pq.read_table(self.run.prepared, columns=["id", "split"])
+        return dict(zip(table["id"].to_pylist(), table["split"].to_pylist(), strict=True))
+
+    def requests(self, turn: int, ended: Counter[str]) -> Iterator[Request]:
+        """The missing requests of one round. Counts in `ended` the conversations that end before this turn."""
+        columns = ["id", "turn", "turns", "source", "split"]
+        columns += ["prompt_ids", "loss_mask"] if turn == 0 else ["messages", "tools"]
+        with pq.ParquetFile(self.run.prepared) as file:
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                for row in batch.to_pylist():
+                    number = row["turn"] if self.keep else turn
+                    if number >= row["turns"] and not self.keep:
+                        continue
+                    id_ = f"{row['id']}/{number}"
+                    if id_ in self.committed or id_ in self.out:
+                        continue
+                    prompt = row["prompt_ids"] if turn == 0 else self._later(row, turn, ended)
+                    if prompt is None:
+                        continue
+                    self.out[id_] = Asked(
+                        row["id"],
+                        number,
+                        row["source"],
+                        row["split"],
+                        prompt,
+                        row.get("loss_mask") if self.keep else None,
+                    )
+                    room = 1 if self.keep else min(self.max_tokens, self.max_length - len(prompt))
+                    yield Request(id_, prompt, room, prompt_logprobs=self.keep)
+
+    def _later(self, row: dict[str, Any], turn: int, ended: Counter[str]) -> list[int] | None:
+        """The prompt of a turn after the first, or None where the conversation ended before."""
+        assert self.render is not None
+        answers = []
+        for before in range(turn):
+            id_ = f"{row['id']}/{before}"
+            if id_ not in self.committed:
+                ended[ENDED_BAD] += before == turn - 1
+                return None
+            answer, reason = self.committed.answer(id_)
+            if reason == "length":
+                ended[ENDED_CUT] += before == turn - 1
+                return None
+            answers.append(answer)
+        try:
+            tools = None if row["tools"] is None else json.loads(row["tools"])
+            prompt = next_prompt(self.render, json.loads(row["messages"]), tools, answers)
+        except RowError:
+            ended[ENDED_REFUSED] += 1
+            return None
+        if len(prompt) + LEAST_ANSWER > self.max_length:
+            ended[ENDED_LONG] += 1
+            return None
+        return prompt

@@ -1,0 +1,63 @@
+"""The columns of the sample files: what prepare writes and what harvest commits."""
+
+from pathlib import Path
+
+import pyarrow as pa
+
+PREPARED = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("turn", pa.int32(), nullable=False),
+        pa.field("turns", pa.int32(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("split", pa.string(), nullable=False),
+        pa.field("messages", pa.string(), nullable=False),
+        pa.field("tools", pa.string()),
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.bool_())),
+    ]
+)
+"""One row for each conversation (kept ones that a template re-renders: one for each assistant turn, the same id).
+
+id          hash of the conversation's content; the same in every run
+turn        regenerate: 0; keep: 0, or the assistant turn that this row supervises
+turns       regenerate: user turns to answer, in order; keep: 1
+messages    JSON list of OpenAI-style messages; regenerate: without assistant turns
+prompt_ids  regenerate: the prompt of the first user turn; keep: the whole conversation
+loss_mask   keep: true at supervised tokens; regenerate: null
+"""
+
+HARVESTED = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("conversation", pa.string(), nullable=False),
+        pa.field("turn", pa.int32(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("split", pa.string(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("prompt_length", pa.int32(), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("shard", pa.string(), nullable=False),
+        pa.field("index", pa.int32(), nullable=False),
+        pa.field("rows", pa.int32(), nullable=False),
+        pa.field("supervised", pa.int32(), nullable=False),
+    ]
+)
+"""One row for each sample whose states were proven.
+
+id             "<conversation>/<turn>"
+token_ids      prompt and answer, the engine's own ids
+loss_mask      as long as token_ids; regenerated: exactly the generated positions
+logprobs       the engine's, one for each true entry of loss_mask, in order
+finish_reason  the engine's; "kept" for kept conversations
+shard, index   sample `index` of states/`shard`
+rows           len(token_ids) - 1: states cover all but the last token
+supervised     true entries of loss_mask
+"""
+
+
+def part_files(samples: Path) -> list[Path]:
+    """The committed harvest parts inside `samples/`, in name order."""
+    return sorted(p for p in samples.glob("*.parquet") if p.name != "prepared.parquet" and not p.name.startswith("."))

@@ -1,0 +1,71 @@
+"""The answers that a drafter is measured on: harvested prompts, the target's greedy tokens, and their states."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, tensor
+
+from eyas.engine.base import Request
+from eyas.prove.acceptance import Sequence
+from eyas.recipe import Recipe
+from eyas.states.store import HarvestStore, SampleRef
+from eyas.target.info import TargetInfo
+
+SPLITS = {"seen": "train", "held_out": "holdout"}
+"""group in verify.json -> split of the harvest"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt and what the target says to it, without a drafter."""
+
+    id: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    stopped: bool
+    """ended with a stop token, not by its length"""
+    states: Callable[[], Tensor]
+    """reads [rows, layers, hidden]; the last layer is the state before the final norm"""
+
+    def request(self, recipe: Recipe) -> Request:
+        """The same request again: ended by length at the same token, or free to stop where it stopped."""
+        room = recipe.data.max_length - len(self.prompt_ids)
+        free = max(len(self.output_ids), min(recipe.engine.sampling.max_tokens, room))
+        return Request(self.id, self.prompt_ids, free if self.stopped else len(self.output_ids))
+
+    def request_of(self, max_tokens: int) -> Request:
+        return Request(f"{self.id} (warm-up)", self.prompt_ids, max_tokens)
+
+    def sequence(self) -> Sequence:
+        states = self.states()
+        ids = tensor([*self.prompt_ids, *self.output_ids])
+        return Sequence(ids, len(self.prompt_ids), states[:, :-1].flatten(1).float(), self.stopped)
+
+
+def chosen(store: HarvestStore, count: int) -> dict[str, list[SampleRef]]:
+    """At most `count` samples of each group, spread evenly over the harvest; the same ones in every run."""
+    return {group: _spread(store.samples(split), count) for group, split in SPLITS.items()}
+
+
+def harvested(store: HarvestStore, refs: list[SampleRef], target: TargetInfo) -> list[Answer]:
+    """The harvest's own answers: the reference when it was greedy."""
+    return [_harvested(store, ref, target) for ref in refs]
+
+
+def harvest_is_greedy(recipe: Recipe) -> bool:
+    """Whether the harvested answers are what the target says greedily."""
+    return recipe.data.responses == "regenerate" and recipe.engine.sampling.temperature == 0.0
+
+
+def _harvested(store: HarvestStore, ref: SampleRef, target: TargetInfo) -> Answer:
+    tokens = store.tokens(ref)
+    first = int(tokens.loss_mask.nonzero()[0])
+    ids = tokens.token_ids.tolist()
+    return Answer(ref.id, ids[:first], ids[first:], ids[-1] in target.eos_token_ids, lambda: store.load(ref).states)
+
+
+def _spread(refs: list[SampleRef], count: int) -> list[SampleRef]:
+    refs = [r for r in refs if r.supervised > 0]
+    if len(refs) <= count:
+        return refs
+    return [refs[i * len(refs) // count] for i in range(count)]

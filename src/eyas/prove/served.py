@@ -1,0 +1,171 @@
+"""Answers asked again from a real engine: with the drafter (counted and timed), or without it (as the reference)."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from eyas.engine.base import Captured, Completion
+from eyas.engine.spec_counters import SpecCounters
+from eyas.engine.vllm import VllmEngine
+from eyas.errors import EngineError
+from eyas.progress import Progress
+from eyas.prove.answers import Answer
+from eyas.recipe import Recipe, SamplingPart
+from eyas.rundir import RunDir
+from eyas.states.shard import Shard
+from eyas.target.info import TargetInfo
+
+WARM_UP_TOKENS = 8
+QUIET_SECONDS = 0.5
+"""the counters are read again after this pause until they stand still: replies overtake them"""
+QUIET_TRIES = 60
+
+
+@dataclass(frozen=True)
+class Served:
+    """One group's replay with the drafter."""
+
+    outputs: dict[str, list[int]]
+    counters: SpecCounters
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def greedy(sampling: SamplingPart) -> SamplingPart:
+    return sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": None})
+
+
+def serve(
+    recipe: Recipe,
+    target: TargetInfo,
+    run: RunDir,
+    groups: dict[str, list[Answer]],
+    progress: Progress,
+) -> dict[str, Served]:
+    """Starts vLLM with target and drafter and asks for every answer again, greedily, one group after the other."""
+    sampling, tokens = greedy(recipe.engine.sampling), recipe.verify.speculative_tokens
+    served: dict[str, Served] = {}
+    with VllmEngine(
+        recipe.engine,
+        target,
+        None,
+        None,
+        log_file=run.logs / "verify-vllm.log",
+        max_model_len=min(target.max_position_embeddings, recipe.data.max_length + tokens + 1),
+        drafter=run.drafter / "vllm",
+        speculative_tokens=tokens,
+        draft_attention_backend=recipe.verify.draft_attention_backend,
+        progress_say=progress.say,
+    ) as engine:
+        _warm_up(engine, groups, sampling)
+        for group, answers in groups.items():
+            if not answers:
+                continue
+            before = _standing_counters(engine)
+            start = time.monotonic()
+            found = _ask(engine, recipe, answers, sampling, progress, f"verify, {group.replace('_', ' ')}")
+            seconds = time.monotonic() - start
+            outputs = {c.id: c.output_ids for c in found}
+            total = sum(len(ids) for ids in outputs.values())
+            served[group] = Served(outputs, _standing_counters(engine) - before, total, seconds)
+    return served
+
+
+def answer_greedily(
+    recipe: Recipe,
+    target: TargetInfo,
+    run: RunDir,
+    layers: list[int],
+    groups: dict[str, list[Answer]],
+    states_dir: Path,
+    progress: Progress,
+) -> tuple[dict[str, list[Answer]], float]:
+    """The target's greedy answers to the same prompts, with their states: the reference where the harvest is none.
+
+    Returns them and their tokens/s (without a drafter, states captured). `states_dir` is emptied first and belongs to
+    the caller afterwards.
+    """
+    shutil.rmtree(states_dir, ignore_errors=True)
+    states_dir.mkdir(parents=True)
+    tokens, seconds = 0, 0.0
+    fresh: dict[str, list[Answer]] = {}
+    with VllmEngine(
+        recipe.engine,
+        target,
+        layers,
+        states_dir,
+        log_file=run.logs / "verify-baseline-vllm.log",
+        max_model_len=min(target.max_position_embeddings, recipe.data.max_length + 1),
+        progress_say=progress.say,
+    ) as engine:
+        sampling = greedy(recipe.engine.sampling)
+        for group, answers in groups.items():
+            wanted = [_open_ended(a, recipe) for a in answers]
+            start = time.monotonic()
+            found = _ask(engine, recipe, wanted, sampling, progress, f"greedy answers, {group.replace('_', ' ')}")
+            seconds += time.monotonic() - start
+            tokens += sum(len(c.output_ids) for c in found)
+            by_id = {c.id: c for c in found}
+            fresh[group] = [_answer(by_id[a.id]) for a in answers]
+    return fresh, tokens / max(seconds, 1e-9)
+
+
+def _open_ended(answer: Answer, recipe: Recipe) -> Answer:
+    """The prompt alone: free to stop, up to the recipe's max_tokens."""
+    return Answer(answer.id, answer.prompt_ids, [0], True, answer.states)
+
+
+def _answer(completion: Completion) -> Answer:
+    captured = completion.captured
+    if captured is None:
+        raise EngineError(f"request {completion.id}: the engine kept no hidden states")
+
+    def states(where: Captured = captured) -> Tensor:
+        return Shard(where.shard).sample(where.index).states
+
+    return Answer(
+        completion.id, completion.prompt_ids, completion.output_ids, completion.finish_reason == "stop", states
+    )
+
+
+def _ask(
+    engine: VllmEngine,
+    recipe: Recipe,
+    answers: list[Answer],
+    sampling: SamplingPart,
+    progress: Progress,
+    what: str,
+) -> list[Completion]:
+    found: list[Completion] = []
+    with progress.task(what, total=len(answers), unit="answers") as task:
+        for completion in engine.generate((a.request(recipe) for a in answers), sampling):
+            found.append(completion)
+            task.advance(1, tokens=len(completion.output_ids))
+    if {c.id for c in found} != {a.id for a in answers}:
+        raise EngineError(f"{what}: {len(answers)} prompts were sent, {len(found)} answers came back")
+    return found
+
+
+def _warm_up(engine: VllmEngine, groups: dict[str, list[Answer]], sampling: SamplingPart) -> None:
+    first = next(a for answers in groups.values() for a in answers)
+    request = first.request_of(WARM_UP_TOKENS)
+    for _ in engine.generate([request], sampling):
+        pass
+
+
+def _standing_counters(engine: VllmEngine) -> SpecCounters:
+    counters = engine.spec_counters()
+    for _ in range(QUIET_TRIES):
+        time.sleep(QUIET_SECONDS)
+        again = engine.spec_counters()
+        if again == counters:
+            return again
+        counters = again
+    raise EngineError("vLLM's counters of speculative decoding keep moving although nothing was asked")

@@ -1,0 +1,241 @@
+"""Verification in the real engine: output unchanged, acceptance served as predicted, numbers in verify.json."""
+
+import shutil
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from eyas.engine.vllm_server import installed_vllm
+from eyas.errors import InputError, ProofError
+from eyas.export.reference import ReferenceDrafter
+from eyas.files import read_json, write_json
+from eyas.progress import Progress
+from eyas.prove.acceptance import Acceptance, predict_acceptance
+from eyas.prove.answers import Answer, chosen, harvest_is_greedy, harvested
+from eyas.prove.lossless import Losslessness, compare
+from eyas.prove.served import Served, answer_greedily, serve
+from eyas.recipe import Recipe
+from eyas.rundir import Proof, RunDir
+from eyas.states.store import HarvestStore
+from eyas.target.info import TargetInfo
+from eyas.target.teacher import Teacher
+from eyas.target.weights import load_embedding
+
+GROUPS = ("seen", "held_out")
+PROOF = "verify: "
+"""begins the name of every proof of this stage"""
+
+
+def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Serves the exported drafter and writes verify.json and its proofs; returns counts.
+
+    With an engine that eyas cannot start with a drafter (`hf`, or servers given by URL) acceptance is only predicted,
+    and verify.json says so (`mode: replay`, `lossless: null`). Raises ProofError after everything was written.
+    """
+    store = HarvestStore(run)
+    layers = _checked_layers(store, target, run)
+    groups = {name: harvested(store, refs, target) for name, refs in chosen(store, recipe.verify.prompts).items()}
+    _forget_proofs(run)
+    if not groups["seen"]:
+        raise InputError("no harvested answer to verify with", fix="run `eyas harvest RECIPE` first")
+    if recipe.engine.kind == "hf" or recipe.engine.urls:
+        return _replay(recipe, target, run, groups, progress)
+
+    fresh_states = run.root / "verify-states"
+    baseline, source = _harvest_speed(run, recipe)
+    try:
+        if not harvest_is_greedy(recipe):
+            groups, baseline = answer_greedily(recipe, target, run, layers, groups, fresh_states, progress)
+            source = "a pass of the same prompts without a drafter, states captured"
+        served = serve(recipe, target, run, groups, progress)
+        lossless = compare(
+            [a for name in served for a in groups[name]],
+            {i: ids for s in served.values() for i, ids in s.outputs.items()},
+            _TeacherOnDemand(target).logits,
+            recipe.engine.dtype,
+        )
+        predicted = _predicted(recipe, target, run, groups, progress)
+    finally:
+        shutil.rmtree(fresh_states, ignore_errors=True)
+
+    report: dict[str, Any] = {
+        "engine": recipe.engine.kind,
+        "engine_version": installed_vllm(recipe.engine.python).version,
+        "mode": "served",
+        "num_speculative_tokens": recipe.verify.speculative_tokens,
+        "lossless": lossless.lossless,
+        "lossless_up_to_ties": lossless.lossless_up_to_ties,
+        "comparison": lossless.record(),
+        "reference": "the harvest" if harvest_is_greedy(recipe) else "a greedy pass without drafter",
+        "baseline_source": source,
+    }
+    for name in GROUPS:
+        report[name] = _group(served.get(name), predicted.get(name), len(groups[name]), baseline)
+    proofs = _proofs(recipe, lossless, served, predicted)
+    write_json(run.verify_json, report)
+    run.write_proofs(proofs)
+    for proof in proofs:
+        progress.say(f"{'ok    ' if proof.ok else 'FAILED'} {proof.name}: {proof.found} (expected: {proof.expected})")
+    if failed := [p for p in proofs if not p.ok]:
+        raise ProofError(
+            "\n".join(f"{p.name}: found {p.found}; expected {p.expected}" for p in failed),
+            fix=f"the drafter must not be used; {run.verify_json} has the numbers, {run.logs} the engine's log",
+        )
+    return {
+        "lossless": "yes" if lossless.lossless else "up to ties of the target",
+        **{f"acceptance_{n}": f"{report[n]['acceptance_length']:.2f}" for n in GROUPS if report[n] is not None},
+    }
+
+
+class _TeacherOnDemand:
+    """The target's head, loaded once a difference asks for it."""
+
+    def __init__(self, target: TargetInfo) -> None:
+        self._target = target
+        self._teacher: Teacher | None = None
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        self._teacher = self._teacher or Teacher(self._target)
+        return self._teacher.logits(states)
+
+
+def _replay(
+    recipe: Recipe, target: TargetInfo, run: RunDir, groups: dict[str, list[Answer]], progress: Progress
+) -> dict[str, Any]:
+    predicted = _predicted(recipe, target, run, groups, progress)
+    why = "the hf engine serves no drafter" if recipe.engine.kind == "hf" else "the servers of engine.urls are not ours"
+    report: dict[str, Any] = {
+        "engine": recipe.engine.kind,
+        "mode": "replay",
+        "why": why,
+        "num_speculative_tokens": recipe.verify.speculative_tokens,
+        "lossless": None,
+        "baseline_source": None,
+    }
+    for name in GROUPS:
+        report[name] = _group(None, predicted.get(name), len(groups[name]), None)
+    write_json(run.verify_json, report)
+    progress.say(f"verify: predicted only ({why}); nothing was served")
+    return {
+        "mode": "replay",
+        **{
+            f"predicted_acceptance_{n}": f"{report[n]['predicted_acceptance_length']:.2f}"
+            for n in GROUPS
+            if report[n] is not None
+        },
+    }
+
+
+def _predicted(
+    recipe: Recipe, target: TargetInfo, run: RunDir, groups: dict[str, list[Answer]], progress: Progress
+) -> dict[str, Acceptance]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    drafter = ReferenceDrafter(run.drafter / "vllm", load_embedding(target).to(device))
+    found: dict[str, Acceptance] = {}
+    total = sum(len(a) for a in groups.values())
+    with progress.task("predicted acceptance", total=total, unit="answers") as task:
+        for name, answers in groups.items():
+
+            def sequences(of: list[Answer] = answers) -> Any:
+                for answer in of:
+                    yield answer.sequence()
+                    task.advance(1)
+
+            if answers:
+                found[name] = predict_acceptance(drafter, sequences(), recipe.verify.speculative_tokens)
+    return found
+
+
+def _group(
+    served: Served | None, predicted: Acceptance | None, prompts: int, baseline: float | None
+) -> dict[str, Any] | None:
+    """One group's entry in verify.json; None when there was nothing to measure."""
+    if predicted is None:
+        return None
+    entry: dict[str, Any] = {
+        "prompts": prompts,
+        "acceptance_length": None,
+        "acceptance_rate_per_position": None,
+        "drafts": None,
+        "tokens_per_s": None,
+        "baseline_tokens_per_s": baseline,
+        "predicted_acceptance_length": predicted.acceptance_length,
+        "predicted_acceptance_rate_per_position": predicted.rate_per_position,
+        "predicted_drafts": predicted.drafts,
+    }
+    if served is not None:
+        c = served.counters
+        entry |= {
+            "acceptance_length": _length(served),
+            "acceptance_rate_per_position": [a / c.drafts if c.drafts else 0.0 for a in c.accepted_per_position],
+            "drafts": c.drafts,
+            "draft_tokens": c.draft_tokens,
+            "accepted_tokens": c.accepted_tokens,
+            "output_tokens": served.tokens,
+            "tokens_per_s": served.tokens_per_s,
+        }
+    return entry
+
+
+def _length(served: Served) -> float:
+    """Bonus token included: 1 + accepted / drafts."""
+    c = served.counters
+    return 1.0 + c.accepted_tokens / c.drafts if c.drafts else 1.0
+
+
+def _proofs(
+    recipe: Recipe, lossless: Losslessness, served: dict[str, Served], predicted: dict[str, Acceptance]
+) -> list[Proof]:
+    exact = recipe.engine.dtype == "float32"
+    drafts = sum(s.counters.drafts for s in served.values())
+    proofs = [
+        Proof(
+            PROOF + "output unchanged by the drafter",
+            lossless.lossless or (not exact and lossless.lossless_up_to_ties),
+            lossless.sentence(),
+            "all equal" if exact else "all equal, or different first at ties of the target (reduced precision)",
+        ),
+        Proof(PROOF + "the drafter drafts", drafts > 0, f"{drafts} drafts", "more than 0"),
+    ]
+    for name, s in served.items():
+        gap = abs(_length(s) - predicted[name].acceptance_length)
+        proofs.append(
+            Proof(
+                f"{PROOF}served acceptance as predicted, {name.replace('_', ' ')}",
+                gap <= recipe.verify.tolerance,
+                f"served {_length(s):.3f} in {s.counters.drafts} drafts, predicted "
+                f"{predicted[name].acceptance_length:.3f} in {predicted[name].drafts}",
+                f"at most {recipe.verify.tolerance} apart",
+            )
+        )
+    return proofs
+
+
+def _forget_proofs(run: RunDir) -> None:
+    """What an earlier verification proved says nothing about this drafter."""
+    if run.proofs_json.exists():
+        kept = [asdict(p) for p in run.proofs() if not p.name.startswith(PROOF)]
+        write_json(run.proofs_json, kept)
+
+
+def _checked_layers(store: HarvestStore, target: TargetInfo, run: RunDir) -> list[int]:
+    """The harvest's layers, which must be those that the exported drafter reads, and the last one."""
+    config = run.drafter / "vllm" / "config.json"
+    if not config.is_file():
+        raise InputError(f"no exported drafter: {config} is missing", fix="run `eyas export RECIPE` first")
+    wanted = [*read_json(config)["eagle_aux_hidden_state_layer_ids"], target.num_hidden_layers]
+    if (found := store.layers()) != wanted:
+        raise ProofError(
+            f"the harvest holds the states of layers {found}, the drafter reads {wanted[:-1]} and {wanted[-1]} is last",
+            fix="harvest again, or set draft.aux_layers back to what was harvested",
+        )
+    return found
+
+
+def _harvest_speed(run: RunDir, recipe: Recipe) -> tuple[float | None, str | None]:
+    record = run.record("harvest")
+    speed = None if record is None else record.counts.get("tokens_per_s")
+    if speed is None:
+        return None, None
+    return float(speed), f"the harvest (states captured, at most {recipe.engine.concurrency} requests at once)"

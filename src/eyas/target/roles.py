@@ -1,0 +1,192 @@
+"""Which tensors are the embedding, the head and the final norm: by key, shape and place in the module tree at once."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from eyas.errors import InputError
+from eyas.target.info import TensorRef
+from eyas.target.packing import Hints, weight_ref
+from eyas.target.safetensors_files import Checkpoint
+
+EMBEDDINGS = (
+    "embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embedding", "embed_in",
+    "embedding.word_embeddings", "word_embedding", "tok_embedding",
+)  # fmt: skip
+HEADS = ("lm_head", "output", "output_layer", "embed_out", "head", "lm_head.linear", "language_model_head")
+NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "ln_out")
+# Parts of a key that name another tower, a speaker or a draft layer: none of them is the text model.
+_OTHER = re.compile(
+    r"(^|[._])(vision|visual|vit|image|audio|speech|talker|code2wav|code_predictor|mtp|eagle|draft)([._]|$)"
+)
+_LAYER = re.compile(r"^(.*?)(layers|h|blocks|block|layer)\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Roles:
+    embedding: TensorRef
+    head: TensorRef | None
+    """None: the checkpoint has no head tensor"""
+    final_norm: TensorRef
+    final_norm_bias: TensorRef | None
+    head_bias: TensorRef | None
+    trunk: str
+    """key prefix of the module that owns the decoder layers, e.g. `language_model.model.`"""
+
+
+def find_roles(checkpoint: Checkpoint, *, hidden: int, layers: int, hints: Hints | None = None) -> Roles:
+    """Finds the roles in a checkpoint of `layers` decoder layers of width `hidden`.
+
+    The text trunk is the module that owns decoder layers 0..layers-1 and, in itself or an ancestor, an embedding of
+    that width; the final norm lies in the trunk, the head in one of its ancestors. Raises InputError with the
+    candidates when one role has none or several.
+    """
+    hints = hints or Hints()
+    trunks = _trunks(checkpoint, layers)
+    fits: list[tuple[str, list[TensorRef]]] = []
+    for trunk in trunks:
+        found = _nearest(
+            checkpoint, hints, _ancestors(trunk), EMBEDDINGS, lambda ref: len(ref.shape) == 2 and ref.shape[1] == hidden
+        )
+        if found:
+            fits.append((trunk, found))
+    if len(fits) > 1:
+        fits = [fit for fit in fits if not _OTHER.search(fit[0])] or fits
+    if not fits:
+        raise _nothing("embedding", f"[vocabulary, {hidden}]", EMBEDDINGS, checkpoint, trunks, layers)
+    if len(fits) > 1 or len(fits[0][1]) > 1:
+        raise _several("embedding", [ref for _, refs in fits for ref in refs], checkpoint)
+    trunk, (embedding,) = fits[0]
+    norms = _nearest(checkpoint, hints, _ancestors(trunk)[:2], NORMS, lambda ref: ref.shape == (hidden,))
+    if not norms:
+        raise _nothing("final norm", f"[{hidden}]", NORMS, checkpoint, [trunk], layers)
+    if len(norms) > 1:
+        raise _several("final norm", norms, checkpoint)
+    head = _find_head(checkpoint, hints, trunk, embedding)
+    return Roles(
+        embedding,
+        head,
+        norms[0],
+        _bias(checkpoint, norms[0].name.rpartition(".")[0], hidden),
+        _head_bias(checkpoint, trunk, head, embedding.shape[0]),
+        trunk,
+    )
+
+
+def _find_head(checkpoint: Checkpoint, hints: Hints, trunk: str, embedding: TensorRef) -> TensorRef | None:
+    rows, hidden = embedding.shape
+    heads = [
+        ref
+        for owner in _ancestors(trunk)
+        for ref in _weights(checkpoint, hints, owner, HEADS)
+        if len(ref.shape) == 2 and ref.shape[1] == hidden and ref.name != embedding.name
+    ]
+    if len(heads) > 1:
+        raise _several("head", heads, checkpoint)
+    if not heads:
+        _refuse_unread_head(checkpoint, trunk, hidden)
+        return None
+    if heads[0].shape[0] != rows:
+        raise InputError(
+            f"{checkpoint.path}: head {heads[0].name} has {heads[0].shape[0]} rows, embedding {embedding.name} {rows}",
+            fix="both must have one row per token: check that the checkpoint is complete",
+        )
+    return heads[0]
+
+
+def _nearest(
+    checkpoint: Checkpoint,
+    hints: Hints,
+    owners: Iterable[str],
+    names: tuple[str, ...],
+    fits: Callable[[TensorRef], bool],
+) -> list[TensorRef]:
+    """The fitting weights of the first owner that has any."""
+    for owner in owners:
+        found = [ref for ref in _weights(checkpoint, hints, owner, names) if fits(ref)]
+        if found:
+            return found
+    return []
+
+
+def _weights(checkpoint: Checkpoint, hints: Hints, owner: str, names: Iterable[str]) -> list[TensorRef]:
+    refs = (weight_ref(checkpoint, owner + name, hints) for name in names)
+    return [ref for ref in refs if ref is not None]
+
+
+def _trunks(checkpoint: Checkpoint, layers: int) -> list[str]:
+    """Prefixes that own at least the layers 0..layers-1 (more: next-token-prediction layers follow)."""
+    numbers: dict[str, set[str]] = defaultdict(set)
+    for name in checkpoint.file_of:
+        match = _LAYER.match(name)
+        if match:
+            numbers[match[1]].add(match[3])
+    wanted = {str(k) for k in range(layers)}
+    return [prefix for prefix, found in numbers.items() if found >= wanted]
+
+
+def _ancestors(trunk: str) -> list[str]:
+    """`a.b.` -> [`a.b.`, `a.`, ``]."""
+    parts = trunk.split(".")[:-1]
+    return ["".join(part + "." for part in parts[:k]) for k in range(len(parts), -1, -1)]
+
+
+def _head_bias(checkpoint: Checkpoint, trunk: str, head: TensorRef | None, rows: int) -> TensorRef | None:
+    """A head's bias; a tied head may have one too."""
+    owners = [o + "lm_head" for o in _ancestors(trunk)] if head is None else [head.name.rpartition(".")[0]]
+    found = [ref for owner in owners if (ref := _bias(checkpoint, owner, rows)) is not None]
+    return found[0] if found else None
+
+
+def _bias(checkpoint: Checkpoint, module: str, length: int) -> TensorRef | None:
+    name = module + ".bias"
+    if name not in checkpoint:
+        return None
+    ref = checkpoint.ref(name)
+    if ref.shape != (length,):
+        raise InputError(f"{checkpoint.path}: {name} has shape {list(ref.shape)}, [{length}] expected")
+    return ref
+
+
+def _last_parts(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name.rpartition(".")[2] for name in names)
+
+
+def _nothing(
+    role: str, shape: str, names: tuple[str, ...], checkpoint: Checkpoint, trunks: list[str], layers: int
+) -> InputError:
+    leaves = _last_parts(names)
+    like = [
+        name
+        for name in checkpoint.file_of
+        if not _LAYER.match(name) and any(part in leaves for part in name.split(".")[-2:-1])
+    ]
+    shown = ", ".join(f"{name} {list(checkpoint.ref(name).shape)}" for name in sorted(like)[:8]) or "none"
+    where = f"beside the decoder layers ({', '.join(repr(t) for t in trunks)})" if trunks else "anywhere"
+    text = f"{checkpoint.path}: no {role} of shape {shape} {where}; tensors with such a name: {shown}"
+    if not trunks:
+        text += f"; no module owns decoder layers 0 to {layers - 1}"
+    return InputError(text, fix="check that the checkpoint is complete and that config.json belongs to it")
+
+
+def _several(role: str, refs: list[TensorRef], checkpoint: Checkpoint) -> InputError:
+    shown = ", ".join(f"{ref.name} {list(ref.shape)}" for ref in refs)
+    return InputError(
+        f"{checkpoint.path}: {len(refs)} tensors could be the {role}: {shown}",
+        fix="remove the one that the model does not use from the checkpoint",
+    )
+
+
+def _refuse_unread_head(checkpoint: Checkpoint, trunk: str, hidden: int) -> None:
+    """A head-like tensor that is none (wrong width, unknown packing) must not pass for a tied head."""
+    modules = {owner + name for owner in _ancestors(trunk) for name in ("lm_head", "output_layer", "embed_out")}
+    odd = sorted(
+        name for name in checkpoint.file_of if name.rpartition(".")[0] in modules and not name.endswith(".bias")
+    )
+    if odd:
+        shown = ", ".join(f"{name} {checkpoint.ref(name).dtype} {list(checkpoint.ref(name).shape)}" for name in odd)
+        raise InputError(
+            f"{checkpoint.path}: the head is stored in a way that eyas cannot read ({shown}); width {hidden} expected",
+            fix="use a checkpoint whose head is plain, fp8, int4 (compressed-tensors, AWQ, GPTQ) or NVFP4",
+        )

@@ -1,0 +1,195 @@
+"""Safetensors checkpoints by their headers alone: which file holds which tensor, and that every file is whole."""
+
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import InputError
+from eyas.target.info import TensorRef
+
+BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+_LARGEST_HEADER = 100_000_000  # the format's own limit, in bytes
+_END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d+)\s*\]')
+_SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of one safetensors file; tensor data starts `data_start` bytes into the file."""
+
+    file: Path
+    tensors: dict[str, dict[str, Any]]
+    data_start: int
+
+    def ref(self, name: str) -> TensorRef:
+        entry = self.tensors[name]
+        return TensorRef(name=name, file=self.file, shape=tuple(entry["shape"]), dtype=entry["dtype"])
+
+    def data_range(self, name: str) -> tuple[int, int]:
+        """First byte and end of the tensor's data in the file; InputError when it does not fit shape and dtype."""
+        entry = self.tensors[name]
+        start, end = entry["data_offsets"]
+        bits = BITS.get(entry["dtype"])
+        if bits is not None and (end - start) * 8 != math.prod(entry["shape"]) * bits:
+            raise InputError(
+                f"{self.file}: header entry {name} says {entry['dtype']} {entry['shape']}, but {end - start} bytes",
+                fix=_AGAIN,
+            )
+        return self.data_start + start, self.data_start + end
+
+
+_AGAIN = "the file is damaged: download or copy it again"
+
+
+def read_header(file: Path) -> Header:
+    """Reads and checks the header of one file, its size included. Raises InputError on a damaged or cut file."""
+    raw = _raw_header(file)
+    try:
+        tensors = json.loads(raw)
+        tensors.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise InputError(f"{file}: the safetensors header cannot be read", fix=_AGAIN) from None
+    _check_size(file, 8 + len(raw) + end)
+    return Header(file, tensors, 8 + len(raw))
+
+
+def scan_header(file: Path) -> int:
+    """Checks a file's size against its header and returns its number of tensors, without building the header's objects:
+    ten times as fast as `read_header`, which counts with 200,000 tensors."""
+    raw = _raw_header(file)
+    ends = _END.findall(raw)
+    _check_size(file, 8 + len(raw) + max(map(int, ends), default=0))
+    return len(ends)
+
+
+def _raw_header(file: Path) -> bytes:
+    size = file.stat().st_size
+    with open(file, "rb") as f:
+        first = f.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > _LARGEST_HEADER:
+            raise InputError(f"{file} is no safetensors file ({size} bytes, header length {length})", fix=_AGAIN)
+        raw = f.read(length)
+    if len(raw) < length:
+        raise InputError(
+            f"{file} is cut short inside its header: {size} bytes, at least {8 + length} expected", fix=_AGAIN
+        )
+    return raw
+
+
+def _check_size(file: Path, expected: int) -> None:
+    size = file.stat().st_size
+    if size != expected:
+        what = "is cut short" if size < expected else "is longer than its header says"
+        raise InputError(f"{file} {what}: {size} bytes, {expected} expected", fix=_AGAIN)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All tensors of a checkpoint directory. Opening it proved that every file is present and whole."""
+
+    path: Path
+    files: tuple[str, ...]
+    file_of: dict[str, str] = field(repr=False)
+    """the file name of each tensor"""
+    _headers: dict[str, Header] = field(default_factory=dict, repr=False)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file_of
+
+    def header(self, file: str) -> Header:
+        """The parsed header of one file, kept for the next call."""
+        if file not in self._headers:
+            self._headers[file] = read_header(self.path / file)
+        return self._headers[file]
+
+    def header_of(self, name: str) -> Header:
+        """The header that holds a tensor. Raises InputError when the index is wrong about it."""
+        header = self.header(self.file_of[name])
+        if name not in header.tensors:
+            raise InputError(
+                f"{self.path}: the index places {name} in {header.file.name}, whose header does not have it",
+                fix="index and shards are of different checkpoints: download them again",
+            )
+        return header
+
+    def ref(self, name: str) -> TensorRef:
+        return self.header_of(name).ref(name)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Checks every file of a checkpoint directory. Raises InputError when a file, the index or a tensor is missing."""
+    index_file = _index_file(path)
+    if index_file is None:
+        file = _single_file(path)
+        header = read_header(file)
+        return Checkpoint(path, (file.name,), dict.fromkeys(header.tensors, file.name), {file.name: header})
+    weight_map = _weight_map(index_file)
+    expected = Counter(weight_map.values())
+    missing = [name for name in sorted(expected) if not (path / name).is_file()]
+    if missing:
+        raise InputError(
+            f"{path}: {len(missing)} of {len(expected)} shards named in {index_file.name} are missing, "
+            f"the first is {missing[0]}",
+            fix="finish the download of the checkpoint",
+        )
+    checkpoint = Checkpoint(path, tuple(sorted(expected)), weight_map)
+    differing = [name for name in checkpoint.files if scan_header(path / name) != expected[name]]
+    for tensor, name in weight_map.items():
+        if name in differing:
+            checkpoint.header_of(tensor)
+    return checkpoint
+
+
+def _index_file(path: Path) -> Path | None:
+    if (path / INDEX).is_file():
+        return path / INDEX
+    if (path / "model.safetensors").is_file():
+        return None
+    others = sorted(path.glob("*.safetensors.index.json"))
+    if len(others) > 1:
+        raise InputError(
+            f"{path} has several weight indexes and none is {INDEX}: {', '.join(o.name for o in others)}",
+            fix=f"keep one of them, named {INDEX}",
+        )
+    return others[0] if others else None
+
+
+def _weight_map(index_file: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+        good = bool(weight_map) and all("/" not in file and file != ".." for file in set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        good = False
+    if not good:
+        raise InputError(f"{index_file} has no usable weight_map", fix="download the index again")
+    return dict(weight_map)
+
+
+def _single_file(path: Path) -> Path:
+    if (path / "model.safetensors").is_file():
+        return path / "model.safetensors"
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        pickles = sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
+        if pickles:
+            raise InputError(
+                f"{path} has its weights only as pickle files ({pickles[0].name}), which eyas does not read",
+                fix="convert them to safetensors",
+            )
+        raise InputError(f"{path} has no *.safetensors weights", fix="point target.path at a complete checkpoint")
+    if len(files) > 1 or _SHARD_NAME.search(files[0].name):
+        raise InputError(
+            f"{path} has {len(files)} weight file(s) such as {files[0].name}, but the index {INDEX} is missing",
+            fix="download the index too",
+        )
+    return files[0]

@@ -1,0 +1,332 @@
+"""transformers' Trainer with our batches and loss, exact resume, checkpoints of ours, and a look before each step."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from speculators.losses import LossConfig
+from torch import nn
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from eyas.draft.model import COUNT_EPS, DraftOutput, Eagle3Drafter, StepCounts
+from eyas.errors import ProofError
+from eyas.files import write_text
+from eyas.progress import Task
+from eyas.recipe import TrainPart
+from eyas.train import checkpoints
+from eyas.train.data import Loaded, Reader
+from eyas.train.optimizers import build_optimizer, lr_factor
+from eyas.train.packing import Schedule
+
+Readers = Callable[[int], Reader]
+"""first step -> the batches of this rank from there on"""
+
+
+class Batches:
+    """The train loader that Trainer sees: all steps of the run, the finished ones skipped without being read."""
+
+    def __init__(self, readers: Readers, total: int) -> None:
+        self._readers, self._total = readers, total
+        self.start = 0
+        self._reader: Reader | None = None
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __iter__(self) -> Iterator[dict[str, Loaded]]:
+        self._reader = self._readers(self.start)
+        for loaded in self._reader:
+            yield {"loaded": loaded}
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+
+class Log:
+    """train/log.jsonl: one JSON object for each step ("kind": "step") and evaluation ("kind": "eval")."""
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self.path, self._writes = path, writes
+
+    def start_at(self, step: int) -> None:
+        """Forgets what was logged after `step`: those steps are run again."""
+        if self._writes:
+            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+            write_text(self.path, "".join(line + "\n" for line in lines if _step_of(line) <= step))
+
+    def last(self, kind: str) -> dict[str, Any] | None:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        entries = (json.loads(line) for line in reversed(lines) if _step_of(line) != float("inf"))
+        return next((e for e in entries if e["kind"] == kind), None)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        if self._writes:
+            with open(self.path, "a", encoding="utf-8") as f:
+                f.write(json.dumps(entry) + "\n")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line cut by a kill
+
+
+class DrafterTrainer(Trainer):
+    """Evaluates, saves and stops where `Rhythm` says; everything else is the Trainer's own loop."""
+
+    def __init__(
+        self,
+        model: Eagle3Drafter,
+        args: TrainingArguments,
+        *,
+        part: TrainPart,
+        losses: LossConfig,
+        batches: Batches,
+        held_out: Callable[[], Reader] | None,
+        schedule: Schedule,
+        made_of: dict[str, str],
+        log: Log,
+        task: Task,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.drafter = model
+        self.part, self.losses, self.batches, self.held_out = part, losses, batches, held_out
+        self.schedule, self.made_of, self.log_file, self.task = schedule, made_of, log, task
+        self.interrupted = interrupted
+        self.stopped_early = False
+        self.last_evaluation: dict[str, Any] | None = None
+        self._counts: StepCounts | None = None
+        self._loaded: Loaded | None = None
+        self._began = time.monotonic()
+        super().__init__(model=model, args=args, callbacks=[Rhythm(self)])
+        self.remove_callback(PrinterCallback)
+
+    # what Trainer asks for
+
+    def get_train_dataloader(self) -> Any:
+        return self.batches
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = build_optimizer(self.drafter if model is None else model, self.part)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None:
+            factor = lr_factor(self.part, num_training_steps)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self._optimizer(), factor)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        assert self.optimizer is not None
+        return self.optimizer
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        self._loaded = loaded = inputs["loaded"]
+        step, rank = self.state.global_step, self.args.process_index
+        torch.manual_seed(self.part.seed * 1_000_003 + step * 1009 + rank)
+        output: DraftOutput = model(
+            loaded.batch,
+            self.losses,
+            decay=self.part.step_decay,
+            denominators=self._denominators(loaded.batch.plan.counts),
+            noise=self.part.noise,
+        )
+        self._counts = output.counts
+        return (output.loss, output) if return_outputs else output.loss
+
+    def _denominators(self, counts: torch.Tensor) -> torch.Tensor:
+        """Rows of all ranks at each step over the number of ranks, so that DDP's mean is the global batch's loss."""
+        stop = torch.tensor([float(self.interrupted())], device=counts.device)
+        shared = self._sum(torch.cat([counts, stop]))
+        self.stopped_early = bool(shared[-1] > 0)
+        return shared[:-1] / self.args.world_size
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self.args.world_size > 1:
+            x = x.clone()
+            dist.all_reduce(x)
+        return x
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Clips, after the proof that loss and gradient are finite: the optimizer never sees what is not."""
+        named = [(n, p) for n, p in self.drafter.named_parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
+        assert self._counts is not None
+        finite = torch.isfinite(norm) & torch.isfinite(self._counts.loss).all()
+        if not bool(finite):
+            self._refuse_step(named)
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in named], self.part.clip, norm)
+        return norm
+
+    def _refuse_step(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        assert self._counts is not None
+        assert self._loaded is not None
+        bad = [n for n, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        step = self.state.global_step
+        raise ProofError(
+            f"training step {step + 1} (epoch {self.schedule.epoch_of(step) + 1}): the loss or its gradient is not "
+            f"finite; loss sums by TTT step {self._counts.loss.tolist()}, gradients not finite in "
+            f"{', '.join(bad[:3]) or 'none'}; samples {', '.join(self._loaded.ids[:8])}. No weight was changed by "
+            "this step",
+            fix="lower train.lr or train.clip, or look at these samples' states; the last checkpoint is still good",
+        )
+
+    # what is logged
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "grad_norm" not in logs or self._counts is None or self._loaded is None:
+            return
+        step, batch = self.state.global_step, self._loaded.batch
+        sizes = self._sum(torch.tensor([batch.tokens, batch.supervised], device=self.args.device))
+        tokens, supervised = (int(x) for x in sizes.tolist())
+        measured = self.measures(StepCounts.unstack(self._sum(self._counts.stack())))
+        entry = {
+            "kind": "step",
+            "step": step,
+            "epoch": self.schedule.epoch_of(step - 1) + 1,
+            **measured,
+            "lr": logs["learning_rate"],
+            "grad_norm": logs["grad_norm"],
+            "tokens": tokens,
+            "supervised": supervised,
+            "seconds": round(time.monotonic() - self._began, 3),
+        }
+        self.log_file.add(entry)
+        self.task.advance(1, note=f"loss {entry['loss']:.3f}", tokens=tokens, supervised_tokens=supervised)
+        shown = {**logs, "loss": measured["loss"]}
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, shown)
+
+    def measures(self, counts: StepCounts) -> dict[str, float]:
+        """loss; accuracy_k (argmax agreement), conditional_k (acceptance given all before) of TTT step k; mean_length.
+
+        mean_length is the acceptance length, bonus token included, over all supervised positions: an engine starts
+        only where its last draft ended, so the walk of `eyas.prove.acceptance` gives a little less.
+        """
+        loss, rows, agree, accepted, reached = counts.stack().double().cpu().tolist()
+        decay = self.part.step_decay
+        return {
+            "loss": sum(decay**k * x / (n + COUNT_EPS) for k, (x, n) in enumerate(zip(loss, rows, strict=True))),
+            **_ratios("accuracy", agree, rows),
+            **_ratios("conditional", accepted, reached),
+            "mean_length": 1 + sum(accepted) / max(reached[0], 1),
+        }
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """The held-out loss and acceptance, over all ranks. Returns {} when nothing is held out."""
+        self.control.should_evaluate = False
+        if self.held_out is None:
+            return {}
+        self.drafter.eval()
+        total = torch.zeros(5, self.part.ttt_steps, device=self.args.device)
+        with torch.no_grad():
+            for loaded in self.held_out():
+                total += self.drafter(loaded.batch, self.losses).counts.stack()
+        self.drafter.train()
+        measured = self.measures(StepCounts.unstack(self._sum(total)))
+        step = self.state.global_step
+        metrics = {f"eval_{key}": value for key, value in measured.items()}
+        entry = {"kind": "eval", "step": step, "epoch": self.schedule.epoch_of(step - 1) + 1, **metrics}
+        self.last_evaluation = entry
+        self.log_file.add(entry)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step, root = self.state.global_step, Path(str(self.args.output_dir))
+        if self.args.should_save:
+            evaluation = self.last_evaluation
+            loss = evaluation["eval_loss"] if evaluation is not None and evaluation["step"] == step else None
+            with checkpoints.directory_aside(root / f"{checkpoints.PREFIX}{step}") as aside:
+                checkpoints.save_weights(self.drafter, aside)
+                checkpoints.save_optimizer(self.drafter, self._optimizer(), aside)
+                self.state.save_to_json(str(aside / "trainer_state.json"))
+                checkpoints.seal(aside, step, self.made_of, loss)
+            checkpoints.retain(root, self.part.keep)
+        self.accelerator.wait_for_everyone()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        checkpoints.load_weights(self.drafter, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        checkpoints.load_optimizer(self.drafter, self._optimizer(), Path(checkpoint))
+        scheduler, step = self.lr_scheduler, self.state.global_step
+        assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
+        scheduler.last_epoch = step
+        rates = [base * f(step) for base, f in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        for group, rate in zip(self._optimizer().param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Nothing to load: compute_loss seeds every step."""
+
+
+class Rhythm(TrainerCallback):
+    """Decides after each step whether to evaluate, save or stop."""
+
+    def __init__(self, trainer: DrafterTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        part, schedule, step = self._trainer.part, self._trainer.schedule, state.global_step
+        boundary, last = step in schedule.epoch_ends, step == len(schedule.steps)
+        control.should_log = True
+        control.should_evaluate = last or (step % part.eval_every == 0 if part.eval_every else boundary)
+        control.should_save = last or (step % part.save_every == 0 if part.save_every else boundary)
+        if self._trainer.stopped_early:
+            control.should_save = control.should_training_stop = True
+        return control
+
+
+def training_arguments(part: TrainPart, directory: Path, total: int, device: torch.device) -> TrainingArguments:
+    compute = part.compute if part.compute != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
+    return TrainingArguments(
+        output_dir=str(directory),
+        max_steps=total,
+        per_device_train_batch_size=1,
+        learning_rate=part.lr,
+        max_grad_norm=part.clip,
+        seed=part.seed,
+        bf16=compute == "bfloat16",
+        use_cpu=device.type == "cpu",
+        logging_strategy="no",
+        save_strategy="no",
+        eval_strategy="no",
+        logging_nan_inf_filter=False,
+        ignore_data_skip=True,
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+    )
+
+
+def training_device() -> torch.device:
+    """This rank's GPU, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _ratios(name: str, part: list[float], whole: list[float]) -> dict[str, float]:
+    return {f"{name}_{k}": a / b for k, (a, b) in enumerate(zip(part, whole, strict=True)) if b}

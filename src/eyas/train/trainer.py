@@ -1,0 +1,183 @@
+"""The train stage: from the harvest and the draft vocabulary to train/final, resumable after any interruption."""
+
+import hashlib
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from speculators.models.eagle3 import Eagle3SpeculatorConfig
+
+from eyas.draft.config import aux_layers, draft_config
+from eyas.draft.init import init_drafter, load_drafter
+from eyas.draft.loss import loss_config
+from eyas.draft.model import Eagle3Drafter
+from eyas.draft.vocab import Vocab, load_vocab
+from eyas.errors import InputError
+from eyas.files import fingerprint
+from eyas.progress import Progress
+from eyas.recipe import Recipe
+from eyas.rundir import RunDir
+from eyas.states.store import HarvestStore, SampleRef
+from eyas.target.info import TargetInfo
+from eyas.train import checkpoints
+from eyas.train.data import Layout, Reader, layout
+from eyas.train.loop import Batches, DrafterTrainer, Log, training_arguments, training_device
+from eyas.train.packing import check_budget, make_schedule, pack, trainable
+
+FREE_SETTINGS = {"keep", "save_every", "eval_every"}
+"""train settings that a resumed run may change: they do not touch the weights"""
+
+
+def train(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) -> dict[str, Any]:
+    """Trains the drafter and writes train/final. Returns counts for run.json.
+
+    Continues from the newest whole checkpoint of the same inputs. On Ctrl-C a checkpoint is written after the current
+    step, then KeyboardInterrupt is raised. Raises InputError on settings that cannot work, ProofError on a step that
+    is not finite.
+    """
+    part = recipe.train
+    device, world, rank = training_device(), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if rank:
+        progress = Progress(quiet=True)
+    config = draft_config(target, recipe.draft, part.ttt_steps)
+    vocab, store = load_vocab(run), HarvestStore(run)
+    losses = loss_config(part.loss, device)
+    seen, held_out = (trainable(store.samples(split)) for split in ("train", "holdout"))
+    if not seen:
+        raise InputError(f"{run.samples} has no trainable sample", fix="harvest answers of at least 2 tokens first")
+    check_budget(held_out, part.tokens_per_batch)
+    schedule = make_schedule(seen, part.tokens_per_batch, part.epochs, part.seed, world)
+    how = layout(
+        store.layers(),
+        aux_layers(target, recipe.draft),
+        target.num_hidden_layers,
+        hidden=target.hidden_size,
+        steps=part.ttt_steps,
+        nested=device.type == "cpu",
+        pad_to=part.tokens_per_batch if device.type == "cuda" else None,
+    )
+    made_of = _made_of(recipe, target, vocab, [*seen, *held_out], world)
+    if not rank:
+        run.train.mkdir(parents=True, exist_ok=True)
+        checkpoints.tidy(run.train)
+    found = checkpoints.resumable(run.train, made_of)
+    model = init_drafter(config, vocab, target, train_head=part.train_head, seed=part.seed)
+    if recipe.draft.from_ is not None:
+        load_drafter(model, Path(recipe.draft.from_))
+    start, total = (0 if found is None else found.step), len(schedule.steps)
+    if found is not None:
+        progress.say(f"train: continuing after step {start:,} of {total:,}")
+    log = Log(run.train / "log.jsonl", writes=not rank)
+    log.start_at(start)
+    batches = Batches(lambda first: _reader(run, seen, [s[rank] for s in schedule.steps[first:]], how, device), total)
+    batches.start = start
+    with progress.task("train", total=total, unit="steps", done=start) as task, _ctrl_c() as interrupted:
+        trainer = DrafterTrainer(
+            model,
+            training_arguments(part, run.train, total, device),
+            part=part,
+            losses=losses,
+            batches=batches,
+            held_out=_held_out(run, held_out, part.tokens_per_batch, how, device, rank, world),
+            schedule=schedule,
+            made_of=made_of,
+            log=log,
+            task=task,
+            interrupted=interrupted.is_set,
+        )
+        try:
+            trainer.train(resume_from_checkpoint=None if found is None else str(found.path))
+        finally:
+            batches.close()
+    if trainer.stopped_early and trainer.state.global_step < total:
+        raise KeyboardInterrupt
+    if not rank:
+        write_final(model, config, vocab, run.train / "final")
+    return _counts(trainer, schedule.tokens, len(seen), len(held_out), vocab)
+
+
+def write_final(model: Eagle3Drafter, config: Eagle3SpeculatorConfig, vocab: Vocab, path: Path) -> None:
+    """The trained tensors, the head and the vocabulary map in float32, and the config; not the embedding."""
+    foreign = ("embed_tokens.", "verifier_")
+    tensors = {
+        n: p.detach().float().cpu().contiguous() for n, p in model.named_parameters() if not n.startswith(foreign)
+    }
+    with checkpoints.directory_aside(path) as aside:
+        save_file(tensors | {"d2t": vocab.d2t, "t2d": vocab.t2d}, aside / "model.safetensors", {"format": "pt"})
+        # not save_pretrained, which adds a copy of speculators' config.py and an auto_map to it
+        (aside / "config.json").write_text(config.to_json_string(), encoding="utf-8")
+
+
+def _reader(
+    run: RunDir, refs: Sequence[SampleRef], packs: Sequence[list[int]], how: Layout, device: torch.device
+) -> Reader:
+    return Reader(lambda: HarvestStore(run), refs, packs, how, device)
+
+
+def _held_out(
+    run: RunDir, refs: list[SampleRef], budget: int, how: Layout, device: torch.device, rank: int, world: int
+) -> Any:
+    """Opens this rank's share of the held-out packs; None when nothing is held out."""
+    if not refs:
+        return None
+    packs = pack([ref.tokens - 2 for ref in refs], budget, np.random.default_rng(0))[rank::world]
+    return lambda: _reader(run, refs, packs, how, device)
+
+
+def _made_of(recipe: Recipe, target: TargetInfo, vocab: Vocab, refs: Sequence[SampleRef], world: int) -> dict[str, str]:
+    digest = hashlib.sha256()
+    for ref in refs:
+        digest.update(f"{ref.id}\t{ref.split}\t{ref.tokens}\t{ref.supervised}\n".encode())
+    settings = recipe.train.model_dump(mode="json")
+    return {
+        "target": target.fingerprint,
+        "data": digest.hexdigest()[:16],
+        "vocabulary": vocab.fingerprint,
+        "draft settings": fingerprint(recipe.draft.model_dump(mode="json", by_alias=True)),
+        "train settings": fingerprint({k: v for k, v in settings.items() if k not in FREE_SETTINGS}),
+        "number of ranks": str(world),
+    }
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[threading.Event]:
+    """The event is set by the first Ctrl-C; the second one interrupts at once. Only the main thread can catch it."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(*_: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _counts(trainer: DrafterTrainer, tokens: int, seen: int, held_out: int, vocab: Vocab) -> dict[str, Any]:
+    last, evaluation = trainer.log_file.last("step"), trainer.log_file.last("eval")
+    return {
+        "steps": trainer.state.global_step,
+        "epochs": trainer.part.epochs,
+        "samples": seen,
+        "held_out": held_out,
+        "tokens_per_epoch": tokens,
+        "trained_parameters": sum(p.numel() for p in trainer.drafter.parameters() if p.requires_grad),
+        "draft_vocab": vocab.size,
+        "loss": None if last is None else last["loss"],
+        "mean_length": None if last is None else last["mean_length"],
+        "held_out_loss": None if evaluation is None else evaluation["eval_loss"],
+        "held_out_mean_length": None if evaluation is None else evaluation["eval_mean_length"],
+    }

@@ -1,0 +1,98 @@
+"""Chat templates written for these tests, each in the style of one family: where turns end, what happens to thinking."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerFast
+
+from .tiny import CHATML, byte_tokenizer
+
+LLAMA3 = (
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+_LAST_USER = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+)
+
+# thinking stays only after the last user turn; there an empty block is put in where there is none
+QWEN3 = _LAST_USER + (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# the generation prompt opens a think block that no rendered answer has; thinking is never rendered
+DEEPSEEK_R1 = (
+    "<|begin|>{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% else %}<|Assistant|>{{ m.content.split('</think>') | last }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+
+# without thinking the generation prompt closes a block, and so does every answer in the history
+DEEPSEEK_V31 = (
+    "<|begin|>{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% else %}<|Assistant|></think>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|></think>{% endif %}"
+)
+
+# an empty think block replaces thinking in earlier turns
+KIMI = _LAST_USER + (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_assistant|>assistant<|im_middle|>"
+    "{% if loop.index0 > ns.last %}<think>{{ m.reasoning_content or '' }}</think>{% else %}<think></think>{% endif %}"
+    "{{ m.content }}<|im_end|>{% else %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+
+# a turn ends with the header of the next one: the stop token is <|user|>
+GLM = _LAST_USER + (
+    "[gMASK]{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n"
+    "{% if loop.index0 > ns.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>\n"
+    "{% else %}<think></think>\n{% endif %}{{ m.content }}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Style:
+    template: str
+    special: list[str]
+    eos: str
+    stops: list[str]
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return byte_tokenizer(self.template, self.special, eos=self.eos, plain=["<think>", "</think>"])
+
+
+_CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+_DEEPSEEK = ["<|begin|>", "<|end|>", "<|User|>", "<|Assistant|>"]
+STYLES = {
+    "chatml": Style(CHATML, _CHATML, "<|im_end|>", ["<|im_end|>"]),
+    "llama3": Style(
+        LLAMA3,
+        ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "<|end_of_text|>",
+        ["<|end_of_text|>", "<|eot_id|>"],
+    ),
+    "qwen3": Style(QWEN3, _CHATML, "<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
+    "deepseek_r1": Style(DEEPSEEK_R1, _DEEPSEEK, "<|end|>", ["<|end|>"]),
+    "deepseek_v31": Style(DEEPSEEK_V31, _DEEPSEEK, "<|end|>", ["<|end|>"]),
+    "kimi": Style(
+        KIMI,
+        ["<|im_user|>", "<|im_system|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>", "[EOS]"],
+        "[EOS]",
+        ["<|im_end|>"],
+    ),
+    "glm": Style(
+        GLM,
+        ["[gMASK]", "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"],
+        "<|endoftext|>",
+        ["<|endoftext|>", "<|user|>"],
+    ),
+}

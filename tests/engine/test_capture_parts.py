@@ -1,0 +1,189 @@
+"""The capture modules' pure parts: arena, row attribution, shard writing, bad rows."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.engine import capture_writer, vllm_versions
+from eyas.engine.capture_arena import PAGE, Arena, ArenaFull, as_bits, bad_rows
+from eyas.engine.capture_copy import HostCopy
+from eyas.engine.capture_worker import Books, Filer, Finished, Scheduled, rows_by_name, rows_by_slot
+from eyas.states.shard import Shard
+
+L, H = 3, 8
+
+
+def some_rows(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(n, L, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def no_bad(n: int) -> np.ndarray:
+    return np.zeros(n, dtype=bool)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bad_rows_are_those_with_a_zero_layer_or_a_value_that_is_not_finite(dtype: torch.dtype) -> None:
+    rows = some_rows(6, dtype=dtype)
+    rows[1, 2] = 0
+    rows[2, 0, 3] = torch.nan
+    rows[3, 1, 0] = -torch.inf
+    rows[4, 0] = 0
+    rows[4, 0, 0] = -1e-6  # tiny is not zero
+    assert bad_rows(rows).tolist() == [False, True, True, True, False, False]
+
+
+def test_arena_gives_back_rows_by_position_whatever_the_order_of_steps() -> None:
+    arena = Arena(L, H, torch.float32, limit_bytes=1 << 22)
+    lengths = {f"r{i}": 1 + 37 * i for i in range(9)}
+    want = {r: some_rows(n, seed=n) for r, n in lengths.items()}
+    done = dict.fromkeys(lengths, 0)
+    generator = np.random.default_rng(0)
+    while any(done[r] < n for r, n in lengths.items()):
+        live = [r for r, n in lengths.items() if done[r] < n]
+        counts = [int(min(generator.integers(1, 80), lengths[r] - done[r])) for r in live]
+        owner = np.repeat(np.arange(len(live)), counts)
+        position = np.concatenate([np.arange(done[r], done[r] + c) for r, c in zip(live, counts, strict=True)])
+        rows = torch.cat([want[r][done[r] : done[r] + c] for r, c in zip(live, counts, strict=True)])
+        arena.put(live, owner, position, rows, no_bad(len(rows)))
+        for r, c in zip(live, counts, strict=True):
+            done[r] += c
+    for r, n in lengths.items():
+        taken = arena.take(r, n)
+        assert (taken.missing, taken.bad) == (0, 0)
+        assert torch.equal(torch.cat(arena.pieces(taken)), want[r])
+        arena.release(taken.pages)
+    assert len(arena) == 0
+
+
+def test_arena_counts_missing_rows_and_keeps_the_later_of_two_rows_and_cuts_what_ran_past_the_end() -> None:
+    arena = Arena(L, H, torch.bfloat16, limit_bytes=1 << 20)
+    first, again = some_rows(200, 1, torch.bfloat16), some_rows(50, 2, torch.bfloat16)
+    arena.put(["a"], np.zeros(200, dtype=np.int64), np.arange(200), first, no_bad(200))
+    bad = no_bad(50)
+    bad[7] = True
+    arena.put(["a"], np.zeros(50, dtype=np.int64), np.arange(10, 60), again, bad)
+    taken = arena.take("a", 150)
+    assert (taken.missing, taken.bad) == (0, 1)
+    assert torch.equal(torch.cat(arena.pieces(taken)), torch.cat([first[:10], again, first[60:150]]))
+    arena.release(taken.pages)
+    arena.put(["b"], np.zeros(10, dtype=np.int64), np.arange(90, 100), again[:10], no_bad(10))
+    taken = arena.take("b", 103)
+    assert taken.missing == 93
+    states = torch.cat(arena.pieces(taken))
+    assert torch.equal(states[90:100], again[:10])
+    assert not states[:90].any()
+    assert not states[100:].any()  # nothing of another request's, though the pages are used ones
+
+
+def test_arena_full_is_an_error_that_says_what_to_do_and_dropping_makes_room() -> None:
+    arena = Arena(L, H, torch.float32, limit_bytes=2 * PAGE * L * H * 4)
+    rows = some_rows(PAGE)
+    for name in ("a", "b"):
+        arena.put([name], np.zeros(PAGE, dtype=np.int64), np.arange(PAGE), rows, no_bad(PAGE))
+    with pytest.raises(ArenaFull, match="raise arena_gb"):
+        arena.put(["c"], np.zeros(1, dtype=np.int64), np.arange(1), rows[:1], no_bad(1))
+    arena.drop("a")
+    arena.put(["c"], np.zeros(1, dtype=np.int64), np.arange(1), rows[:1], no_bad(1))
+
+
+def test_rows_by_name_trust_the_models_positions_over_the_schedulers() -> None:
+    scheduled = [Scheduled("a", 10, 2, 0, ()), Scheduled("c", 0, 3, 0, ())]
+    positions = np.array([8, 9, 100, -1, -1, -1])
+    row, owner, position = rows_by_name(scheduled, {"a": 0, "b": 2, "c": 3}, positions)
+    assert row.tolist() == [0, 1, 3, 4, 5]
+    assert owner.tolist() == [0, 0, 1, 1, 1]
+    assert position.tolist() == [8, 9, 0, 1, 2]
+
+
+def test_rows_by_slot_find_requests_by_their_blocks() -> None:
+    # block size 4; a: positions 3, 4 in blocks 7, 2; b (not captured) in block 5; c: positions 8.. in block 1
+    scheduled = [Scheduled("a", 3, 2, 0, (7, 2)), Scheduled("c", 8, 2, 2, (1,))]
+    slots = np.array([7 * 4 + 3, 2 * 4 + 0, 5 * 4 + 1, 1 * 4 + 0, 1 * 4 + 1, -1])
+    row, owner, position = rows_by_slot(scheduled, slots, 4)
+    assert row.tolist() == [0, 1, 3, 4]
+    assert owner.tolist() == [0, 0, 1, 1]
+    assert position.tolist() == [3, 4, 8, 9]
+
+
+class FakeTap:
+    """What HostCopy needs of capture_plugin.Tap."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows, self.positions, self.layers = rows, torch.full((len(rows),), -1), (1, 2, 3)
+
+
+def test_filer_writes_shards_that_shard_reads_with_bad_and_missing_rows_counted(tmp_path: Path) -> None:
+    filer = Filer(Arena(L, H, torch.float32, 1 << 22), (1, 2, 3))
+    rows = some_rows(9)
+    rows[4] = torch.nan
+    tap = FakeTap(rows.clone())
+    copied = HostCopy(tap).take(9, None)  # type: ignore[arg-type]
+    tap.rows.zero_()  # the next step overwrites the buffer
+    scheduled = [Scheduled("a", 0, 5, 0, ()), Scheduled("b", 0, 3, 0, ())]
+    filer.step(scheduled, {"x": 0, "a": 1, "b": 6}, 16, copied)
+    path = str(tmp_path / "s.safetensors")
+    tokens = np.arange(10, 16, dtype=np.int32)
+    finished = [Finished("b", tokens[:6], 2, path), Finished("a", tokens, 4, path)]
+    filer.books(Books(finished=finished[:1]))
+    filer.books(Books(finished=finished[1:], closed=[path]))
+    filer.stop()
+    shard = Shard(Path(path))
+    assert (len(shard), shard.layers) == (2, [1, 2, 3])
+    b, a = shard.sample(0), shard.sample(1)
+    assert (b.missing_rows, b.prompt_length) == (2, 2)
+    assert torch.equal(b.states[:3], rows[6:9])
+    assert [r["bad_rows"] for r in shard.requests] == [0, 1]
+    assert torch.equal(a.states.nan_to_num(7), rows[1:6].nan_to_num(7))
+    assert a.tokens.tolist() == tokens.tolist()
+    assert [p.name for p in tmp_path.iterdir()] == ["s.safetensors"]
+
+
+def test_what_goes_wrong_while_filing_appears_in_the_shards_error_file(tmp_path: Path) -> None:
+    filer = Filer(Arena(L, H, torch.float32, 1 << 20), (1, 2, 3))
+    copied = HostCopy(FakeTap(some_rows(2))).take(2, None)  # type: ignore[arg-type]
+    filer.step([Scheduled("a", 0, 2, 0, ())], None, 16, copied)
+    path = str(tmp_path / "s.safetensors")
+    filer.books(Books(finished=[Finished("a", np.arange(3, dtype=np.int32), 1, path)], closed=[path]))
+    filer.stop()
+    assert not Path(path).exists()
+    assert "without row names" in Path(path + ".error").read_text()
+
+
+def test_a_write_that_fails_leaves_no_file_under_the_final_name(tmp_path: Path) -> None:
+    entry = capture_writer.Entry("a", 1, np.arange(3, dtype=np.int32), [some_rows(2).double()], 0, 0)
+    with pytest.raises(KeyError):
+        capture_writer.write(str(tmp_path / "s.safetensors"), [1, 2, 3], [entry])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_states_of_another_dtype_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"float64.*not supported"):
+        as_bits(torch.zeros(2, dtype=torch.float64))
+
+
+def test_tested_versions() -> None:
+    for good in ("0.26.0", "0.32.0+cpu", "0.33.1rc1"):
+        assert vllm_versions.problem(good) is None
+    for bad in ("0.25.1", "0.34.0", "1.0.0", "dev"):
+        assert "tested with" in str(vllm_versions.problem(bad))
+    assert vllm_versions.environment("0.26.0") == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert vllm_versions.environment("0.32.0") == {}
+
+
+def test_the_plugin_is_declared_inert_and_imports_nothing_but_what_a_server_has() -> None:
+    code = (
+        "import importlib.metadata as m, sys\n"
+        "e, = [e for e in m.entry_points(group='vllm.general_plugins') if e.name == 'eyas_capture']\n"
+        "e.load()()\n"
+        "import eyas.engine.capture_worker, eyas.engine.capture_writer\n"
+        "assert 'vllm' not in sys.modules\n"
+        "ours = {x for x in sys.modules if x.startswith('eyas')}\n"
+        "ours -= {'eyas', 'eyas.engine', 'eyas.engine.vllm_versions'}\n"
+        "assert all('.capture_' in x for x in ours), ours\n"
+        "assert not {'pydantic', 'transformers', 'httpx'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

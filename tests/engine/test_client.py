@@ -1,0 +1,290 @@
+"""The asynchronous client against a tiny HTTP server on loopback."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.engine import vllm
+from eyas.engine.base import Completion, Request
+from eyas.engine.spec_counters import SpecCounters, parse_counters
+from eyas.engine.vllm_server import GivenServer, given_servers
+from eyas.errors import EngineError, InputError
+from eyas.recipe import EnginePart, SamplingPart
+
+GREEDY = SamplingPart()  # type: ignore[call-arg]
+Answer = Callable[[dict[str, Any]], tuple[int, Any]]
+
+
+def echo(body: dict[str, Any]) -> tuple[int, Any]:
+    n = body["max_tokens"]
+    choice = {
+        "prompt_token_ids": body["prompt"],
+        "token_ids": [7] * n,
+        "logprobs": {"token_logprobs": [-0.5] * n},
+        "finish_reason": "length",
+    }
+    return 200, {"choices": [choice]}
+
+
+class Fake:
+    """Answers POST /v1/completions with `answer`; remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = echo
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.now = self.most = 0
+        self.lock = threading.Lock()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.reply(200, {"data": [{"id": "m"}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with fake.lock:
+                    fake.bodies.append(body)
+                    fake.keys.add(self.headers["Authorization"])
+                    fake.now += 1
+                    fake.most = max(fake.most, fake.now)
+                try:
+                    self.reply(*fake.answer(body))
+                finally:
+                    with fake.lock:
+                        fake.now -= 1
+
+            def reply(self, status: int, value: Any) -> None:
+                text = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *args: object) -> None:
+                return
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 64
+
+            def handle_error(self, *args: object) -> None:
+                return  # a client that went away
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    f = Fake()
+    yield f
+    f.server.shutdown()
+    f.server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.tenacity, "wait_exponential_jitter", lambda **kwargs: vllm.tenacity.wait_fixed(0.01))
+
+
+def asked(n: int) -> Iterator[Request]:
+    for i in range(n):
+        yield Request(f"r{i}", [1, 2, i], max_tokens=1 + i % 3)
+
+
+def ask(
+    urls: list[str], requests: Iterator[Request], concurrency: int = 4, capture: bool = False
+) -> Iterator[Completion]:
+    return vllm._generate([GivenServer(u, "k") for u in urls], requests, GREEDY, concurrency, capture)
+
+
+def test_every_request_is_answered_once_with_bounded_concurrency_and_the_key(fake: Fake) -> None:
+    def slow(body: dict[str, Any]) -> tuple[int, Any]:
+        time.sleep(0.01)
+        return echo(body)
+
+    fake.answer = slow
+    got = {c.id: c for c in ask([fake.url], asked(40))}
+    assert set(got) == {f"r{i}" for i in range(40)}
+    assert got["r5"].output_ids == [7, 7, 7]
+    assert fake.most <= 4
+    assert fake.keys == {"Bearer k"}
+    assert fake.bodies[0]["model"] == "m"
+    assert (fake.bodies[0]["temperature"], fake.bodies[0]["seed"], fake.bodies[0]["logprobs"]) == (0.0, 0, 0)
+
+
+def test_requests_are_read_lazily_and_closing_early_ends_everything(fake: Fake) -> None:
+    read = []
+
+    def requests() -> Iterator[Request]:
+        for r in asked(100_000):
+            read.append(r.id)
+            yield r
+
+    answers = ask([fake.url], requests(), concurrency=2)
+    next(answers)
+    answers.close()  # type: ignore[attr-defined]
+    assert len(read) < 100
+    assert not [t for t in threading.enumerate() if t.name == "eyas-vllm-client"]
+
+
+def test_an_error_of_the_requests_iterator_reaches_the_caller(fake: Fake) -> None:
+    def requests() -> Iterator[Request]:
+        yield from asked(2)
+        raise InputError("row 3 is broken")
+
+    with pytest.raises(InputError, match="row 3"):
+        list(ask([fake.url], requests()))
+
+
+def test_several_servers_share_the_load(fake: Fake) -> None:
+    other = Fake()
+    try:
+        assert len(list(ask([fake.url, other.url], asked(30)))) == 30
+        assert min(len(fake.bodies), len(other.bodies)) >= 5
+    finally:
+        other.server.shutdown()
+        other.server.server_close()
+
+
+def test_5xx_is_tried_again(fake: Fake) -> None:
+    failures = [503, 500]
+
+    def flaky(body: dict[str, Any]) -> tuple[int, Any]:
+        return (failures.pop(), "busy") if failures else echo(body)
+
+    fake.answer = flaky
+    assert len(list(ask([fake.url], asked(1)))) == 1
+    assert len(fake.bodies) == 3
+
+
+def test_5xx_for_ever_is_an_error(fake: Fake) -> None:
+    fake.answer = lambda body: (500, "out of order")
+    with pytest.raises(EngineError, match=r"request r0: .* failed 5 times, last: HTTP 500: out of order"):
+        list(ask([fake.url], asked(1)))
+
+
+def test_4xx_is_not_tried_again_and_names_the_request_and_the_servers_words(fake: Fake) -> None:
+    fake.answer = lambda body: (400, {"error": {"message": "prompt is too long"}})
+    with pytest.raises(EngineError, match=r"request r0 was refused .*HTTP 400.*prompt is too long"):
+        list(ask([fake.url], asked(1)))
+    assert len(fake.bodies) == 1
+
+
+def test_a_server_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(EngineError, match="failed 5 times"):
+        list(ask(["http://127.0.0.1:9"], asked(1)))
+
+
+def test_a_dead_server_of_ours_is_noticed_while_requests_wait(fake: Fake) -> None:
+    class Dead(GivenServer):
+        def check(self) -> None:
+            raise EngineError("the vLLM server ended; its log ends with: boom")
+
+    def never(body: dict[str, Any]) -> tuple[int, Any]:
+        time.sleep(2)
+        return echo(body)
+
+    fake.answer = never
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="boom"):
+        list(vllm._generate([Dead(fake.url, None)], asked(1), GREEDY, 1, False))
+    assert time.monotonic() - start < 1.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_token_ids": [1, 2]}, "not the 3 that were sent"),
+        ({"token_ids": None}, "no token ids"),
+        ({"logprobs": None}, "expected 1 log probabilities"),
+        ({"logprobs": {"token_logprobs": [0.5]}}, "expected 1 log probabilities"),
+        ({"token_ids": [7, 7], "logprobs": {"token_logprobs": [-1, -1]}}, "expected 1 to 1 tokens, found 2"),
+    ],
+)
+def test_nonsense_is_refused_by_name(fake: Fake, change: dict[str, Any], message: str) -> None:
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        status, reply = echo(body)
+        reply["choices"][0] |= change
+        return status, reply
+
+    fake.answer = answer
+    with pytest.raises(EngineError, match=f"request r0: .*{message}"):
+        list(ask([fake.url], asked(1)))
+
+
+def test_a_server_that_does_not_capture_is_refused(fake: Fake) -> None:
+    with pytest.raises(EngineError, match="request r0: the server kept no hidden states"):
+        list(ask([fake.url], asked(1), capture=True))
+
+
+def with_shard(path: Path) -> Answer:
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        status, reply = echo(body)
+        rows = len(body["prompt"]) + body["max_tokens"] - 1
+        reply["kv_transfer_params"] = {"capture": {"path": str(path), "index": 0, "rows": rows}}
+        return status, reply
+
+    return answer
+
+
+def test_completions_wait_for_their_shard(fake: Fake, tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    fake.answer = with_shard(path)
+    threading.Timer(0.3, path.touch).start()
+    start = time.monotonic()
+    assert len(list(ask([fake.url], asked(20), capture=True))) == 20
+    assert time.monotonic() - start >= 0.25
+
+
+def test_a_shard_that_could_not_be_written_is_an_error(fake: Fake, tmp_path: Path) -> None:
+    fake.answer = with_shard(tmp_path / "s.safetensors")
+    (tmp_path / "s.safetensors.error").write_text("disk full")
+    with pytest.raises(EngineError, match="disk full"):
+        list(ask([fake.url], asked(1), capture=True))
+
+
+def test_a_shard_that_never_comes_is_an_error(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "SHARD_SECONDS", 0.1)
+    fake.answer = with_shard(tmp_path / "s.safetensors")
+    with pytest.raises(EngineError, match="did not appear"):
+        list(ask([fake.url], asked(1), capture=True))
+
+
+def test_given_servers_take_their_key_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret\n")
+    part = EnginePart(urls=["http://a:1/v1", "http://b:2/"], api_key_file=str(tmp_path / "key"))  # type: ignore[call-arg]
+    assert [(s.url, s.key) for s in given_servers(part)] == [("http://a:1", "secret"), ("http://b:2", "secret")]
+    with pytest.raises(InputError, match="api_key_file"):
+        given_servers(part.model_copy(update={"api_key_file": str(tmp_path / "none")}))
+
+
+METRICS = """
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="target"} 10.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="target"} 1.7e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="target"} 30.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="target"} 12.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target",position="0"} 7.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target",position="1"} 4.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target",position="2"} 1.0
+vllm:num_requests_running{engine="0",model_name="target"} 0.0
+"""
+
+
+def test_counters_of_speculative_decoding() -> None:
+    counters = parse_counters(METRICS)
+    assert counters == SpecCounters(10, 30, 12, (7, 4, 1))
+    assert counters - SpecCounters(4, 12, 5, (3, 2, 0)) == SpecCounters(6, 18, 7, (4, 2, 1))
+    assert parse_counters("") == SpecCounters(0, 0, 0, ())
+    assert counters - parse_counters("") == counters

@@ -1,0 +1,225 @@
+"""`eyas plan`: the facts, the costs and the problems, on checkpoints of real sizes without weights."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from eyas.recipe import Recipe, load_recipe
+from eyas.report import plan as plan_module
+from eyas.report.costs import drafter_sizes
+from eyas.report.machine import Gpu, Machine
+from eyas.report.plan import Plan, build_plan, print_plan
+from eyas.target.resolve import resolve_target
+from target import fixtures, real_configs
+from target.skeleton import dense_skeleton, gpt_oss_skeleton, kimi_k25_real_size
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+LARGE = Machine(128, 2 << 40, (Gpu("NVIDIA H200", 141 << 30),) * 8, 500 << 40)
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kimi_k25_real_size(tmp_path_factory.mktemp("kimi"))
+
+
+def prompts(path: Path, n: int = 100) -> Path:
+    file = path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"what is {k} plus {k + 1}?"}) + "\n" for k in range(n)))
+    return file
+
+
+def planned(recipe: str, target: Path, tmp_path: Path, *overrides: str, rows: int = 100) -> Plan:
+    return build_plan(loaded(recipe, target, tmp_path, *overrides, rows=rows))
+
+
+def loaded(recipe: str, target: Path, tmp_path: Path, *overrides: str, rows: int = 100) -> Recipe:
+    places = [f"target.path={target}", f"data.prompts={prompts(tmp_path, rows)}", f"run_dir={tmp_path / 'run'}"]
+    return load_recipe(RECIPES / recipe, [*places, *overrides])
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "this_machine", lambda run_dir: LARGE)
+
+
+@pytest.mark.usefixtures("large")
+def test_kimi(kimi: Path, tmp_path: Path) -> None:
+    plan = planned("kimi-k2.5.yaml", kimi, tmp_path, "engine.sampling.max_tokens=1980", rows=500_000)
+    found = plan.as_json()
+    json.dumps(found)
+    assert found["ok"], found["problems"]
+    target = found["target"]
+    assert target["architecture"] == "KimiK25ForConditionalGeneration"
+    assert target["text_architecture"] == "DeepseekV3ForCausalLM"
+    assert (target["hidden_size"], target["num_hidden_layers"], target["vocab_size"]) == (7168, 61, 163840)
+    assert target["attention"] == "mla"
+    assert target["quantization"] == "compressed-tensors int4"
+    assert target["embedding"] == "language_model.model.embed_tokens.weight"
+    assert target["head"] == "language_model.lm_head.weight"
+    assert target["final_norm"] == "language_model.model.norm.weight"
+    assert found["states"]["bytes_per_token_bf16"] == 57_344
+    assert found["states"]["bytes_per_token_fp8"] == 28_672
+    assert found["states"]["total_bytes_bf16"] == pytest.approx(57e12, rel=0.02)
+    assert found["drafter"]["trainable"] == pytest.approx(962e6, rel=0.001)
+    assert found["drafter"]["aux_layers"] == [2, 30, 58]
+    launch = found["engine"]["launch"]
+    assert launch[launch.index("--tensor-parallel-size") + 1] == "8"
+    assert "--language-model-only" in launch
+    assert json.loads(launch[launch.index("--additional-config") + 1]) == {"eyas": {"layers": [2, 30, 58, 61]}}
+    assert {time["stage"] for time in found["times"]} == {"prepare", "harvest", "vocab", "train", "export", "verify"}
+    assert all(time["source"] and time["seconds"] > 0 for time in found["times"])
+
+
+def test_kimi_on_a_small_machine(kimi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Machine(2, 24 << 30, (), 70 << 30)
+    monkeypatch.setattr(plan_module, "this_machine", lambda run_dir: small)
+    plan = planned("kimi-k2.5.yaml", kimi, tmp_path, rows=10_000)
+    assert not plan.ok
+    messages = [p.message for p in plan.problems]
+    assert any("not enough memory: the target's weights take 595" in m for m in messages)
+    assert any("not enough disk" in m for m in messages)
+    assert all(p.fix for p in plan.problems)
+    # what lies on disk at once follows the window
+    windowed = planned("kimi-k2.5.yaml", kimi, tmp_path, "states.window=10", rows=10_000)
+    assert windowed.states.disk_bytes is not None
+    assert windowed.states.disk_bytes == pytest.approx(plan.states.disk_bytes / 1000, rel=0.01)  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    ("recipe", "write", "config", "bytes_per_token"),
+    [
+        ("qwen3-8b.yaml", dense_skeleton, real_configs.QWEN3_8B, 32_768),
+        ("llama-3.1-8b.yaml", dense_skeleton, real_configs.LLAMA_31_8B, 32_768),
+        ("gpt-oss-120b.yaml", gpt_oss_skeleton, real_configs.GPT_OSS_120B, 23_040),
+    ],
+)
+def test_recipes(tmp_path: Path, recipe: str, write: Any, config: fixtures.Config, bytes_per_token: int) -> None:
+    kind = {"qk_norm": True} if config["model_type"] == "qwen3" else {}
+    plan = planned(recipe, write(tmp_path / "target", config, **kind), tmp_path)
+    assert plan.ok, plan.problems
+    assert plan.states.bytes_per_token_bf16 == bytes_per_token
+    assert plan.engine.supports_eagle3
+    expected = {"qwen3": 16.4e9, "llama": 16.1e9, "gpt_oss": 65.2e9}[config["model_type"]]
+    assert plan.target.weight_bytes == pytest.approx(expected, rel=0.02)
+    assert list(plan.drafter.aux_layers) == [2, config["num_hidden_layers"] // 2, config["num_hidden_layers"] - 3]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention_heads": 2}, {"intermediate_size": 96, "layers": 2}, {"preset": "eagle3.1"}]
+)
+@pytest.mark.parametrize("write", [fixtures.llama, fixtures.qwen3, fixtures.deepseek_v3])
+def test_drafter_is_the_one_that_is_trained(tmp_path: Path, write: Any, changes: dict[str, Any]) -> None:
+    """The plan's own formulas agree with eyas.draft.config, which it does not import because it takes seconds."""
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    from eyas.draft.config import draft_config
+
+    target = resolve_target(str(write(tmp_path / "target")))
+    recipe = loaded("qwen3-8b.yaml", target.path, tmp_path)
+    part = recipe.draft.model_copy(update={"vocab_size": 100, "aux_layers": [1, 2], **changes})
+    recipe = recipe.model_copy(update={"draft": part})
+    sizes = drafter_sizes(target, recipe)
+    config = draft_config(target, part, 3)
+    layer = config.transformer_layer_config
+    assert (sizes.heads, sizes.key_value_heads, sizes.head_dim, sizes.intermediate_size) == (
+        layer.num_attention_heads,
+        layer.num_key_value_heads,
+        layer.head_dim,
+        layer.intermediate_size,
+    )
+    torch.set_num_threads(1)
+    model = Eagle3DraftModel(config)
+    left_out = ("embed_tokens", "lm_head", "verifier")
+    counted = sum(p.numel() for name, p in model.named_parameters() if not name.startswith(left_out))
+    assert sizes.trainable == counted, {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def tiny(tmp_path: Path, *overrides: str) -> Plan:
+    target = fixtures.llama(tmp_path / "target", tokenizer=True)
+    return planned("qwen3-8b.yaml", target, tmp_path, "draft.vocab_size=100", "draft.aux_layers=[1,2]", *overrides)
+
+
+DATA = ("data.max_length=512", "engine.sampling.max_tokens=100")
+
+
+def test_tiny_is_ok_and_prints(tmp_path: Path) -> None:
+    plan = tiny(tmp_path, *DATA)
+    assert plan.ok, plan.problems
+    assert plan.data is not None
+    assert plan.data.samples == 100
+    text = io.StringIO()
+    print_plan(plan, Console(file=text, width=100))
+    for part in ("LlamaForCausalLM", "model.embed_tokens.weight", "--max-model-len 512", "plan: ok", "384 (bf16)"):
+        assert part in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "fix"),
+    [
+        ("draft.vocab_size=1000", "draft.vocab_size is 1,000, but the target has only 320 tokens", "at most 320"),
+        ("draft.aux_layers=[1,9]", "draft.aux_layers [1, 9] does not fit a target of 3 layers", "set draft.aux_layers"),
+        ("draft.aux_layers=[2,1]", "does not fit a target of 3 layers", "set draft.aux_layers"),
+        ("draft.aux_layers=null", "the default [2, 1, 0] does not fit", "set draft.aux_layers"),
+        ("data.max_length=4096", "data.max_length is 4,096, but the target ends at position 2,048", "at most 2048"),
+        ("data.prompts=/no/such.jsonl", "/no/such.jsonl does not exist", "data.prompts"),
+        ("engine.python=/no/python", "/no/python cannot be run", "engine.python"),
+        ("draft.key_value_heads=3", "3 does not divide the 4 attention heads", "divisor"),
+    ],
+)
+def test_problems(tmp_path: Path, override: str, message: str, fix: str) -> None:
+    plan = tiny(tmp_path, *DATA, override)
+    assert not plan.ok
+    assert [p for p in plan.problems if message in p.message and fix in p.fix], plan.problems
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    fixtures.write_tokenizer(fixtures.llama(tmp_path / "target"), chat_template=None)
+    plan = planned(
+        "qwen3-8b.yaml", tmp_path / "target", tmp_path, "draft.vocab_size=100", "draft.aux_layers=[1,2]", *DATA
+    )
+    assert [p for p in plan.problems if "has no chat template" in p.message]
+
+
+def test_unsupported_by_the_engine(tmp_path: Path) -> None:
+    fixtures.write_tokenizer(fixtures.gemma3(tmp_path / "target"))
+    common = ("draft.vocab_size=100", "draft.aux_layers=[1,2]", *DATA)
+    plan = planned("qwen3-8b.yaml", tmp_path / "target", tmp_path, *common)
+    assert [p for p in plan.problems if "gives no auxiliary hidden states for" in p.message]
+    assert planned("qwen3-8b.yaml", tmp_path / "target", tmp_path, *common, "engine.kind=hf").ok
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "this_machine", lambda run_dir: replace(LARGE, disk_free=10_000))
+    plan = tiny(tmp_path, *DATA)
+    assert [p for p in plan.problems if "not enough disk" in p.message and "states.window" in p.fix]
+
+
+def test_conversations_of_several_turns_and_kept_answers(tmp_path: Path) -> None:
+    target = fixtures.llama(tmp_path / "target", tokenizer=True)
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "four"},
+    ]
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps([{"messages": messages}] * 5))
+    common = (f"data.prompts={file}", "draft.vocab_size=100", "draft.aux_layers=[1,2]", *DATA)
+    again = planned("qwen3-8b.yaml", target, tmp_path, *common)
+    assert again.data is not None
+    assert (again.data.conversations, again.data.samples) == (5, 10)
+    assert again.data.answer_tokens == 10 * 100
+    kept = planned("qwen3-8b.yaml", target, tmp_path, *common, "data.responses=keep")
+    assert kept.data is not None
+    assert kept.data.samples == 5
+    assert 0 < kept.data.answer_tokens < kept.data.tokens < 5 * 60
+    few = planned("qwen3-8b.yaml", target, tmp_path, *common, "data.limit=2")
+    assert few.data is not None
+    assert few.data.samples == 4

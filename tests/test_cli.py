@@ -1,0 +1,111 @@
+"""The command line: exit codes and messages of bad input, help with examples, JSON errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from eyas.cli import app
+
+COMMANDS = ("run", "prepare", "harvest", "vocab", "train", "export", "verify", "demo", "plan", "report", "show samples")
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+def recipe(tmp_path: Path, target: object, prompts: object = "p.jsonl", **parts: object) -> Path:
+    path = tmp_path / "recipe.yaml"
+    base = {
+        "run_dir": str(tmp_path / "run"),
+        "target": {"path": str(target)},
+        "data": {"prompts": str(prompts), "max_length": 256},
+        "engine": {"dtype": "float32", "sampling": {"max_tokens": 32}},
+        "draft": {"vocab_size": 256},
+    }
+    path.write_text(yaml.safe_dump({**base, **parts}))
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str) -> None:
+    result = invoke(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.output
+
+
+def test_missing_recipe_is_exit_code_2_also_as_json() -> None:
+    result = invoke("run", "none.yaml", "--json")
+    assert result.exit_code == 2
+    assert "error: no recipe file none.yaml" in result.stderr
+    error = json.loads(result.stdout)["error"]
+    assert error["exit_code"] == 2
+    assert error["fix"]
+
+
+def test_unknown_stage(tmp_path: Path, smollm2: Path) -> None:
+    result = invoke("run", recipe(tmp_path, smollm2), "--through", "trian")
+    assert result.exit_code == 2
+    assert "one of prepare, harvest, vocab, train, export, verify" in result.stderr
+
+
+def test_a_stage_without_its_predecessor(tmp_path: Path, smollm2: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good day"}\n' * 3)
+    result = invoke("train", recipe(tmp_path, smollm2))
+    assert result.exit_code == 2
+    assert "stage train needs stage prepare, which has not been run" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (None, "p.jsonl"),
+        ("", "p.jsonl"),
+        ('{"prompt": "a"}\n{"prompt": \n', "p.jsonl:2"),
+        ('{"what": 1}\n{"what": 2}\n', "p.jsonl"),
+    ],
+)
+def test_bad_prompts(tmp_path: Path, smollm2: Path, lines: str | None, expected: str) -> None:
+    if lines is not None:
+        (tmp_path / "p.jsonl").write_text(lines)
+    result = invoke("run", recipe(tmp_path, smollm2))
+    assert result.exit_code == 2, result.output
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_target_without_config_or_weights(tmp_path: Path, smollm2: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n')
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = invoke("run", recipe(tmp_path, empty))
+    assert result.exit_code == 2
+    assert "config.json" in result.stderr
+    (empty / "config.json").write_text((smollm2 / "config.json").read_text())
+    result = invoke("run", recipe(tmp_path, empty))
+    assert result.exit_code == 2
+    assert "safetensors" in result.stderr
+
+
+def test_engine_that_is_not_installed(tmp_path: Path, smollm2: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good day"}\n')
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    path = recipe(tmp_path, smollm2, engine={"python": str(python), "sampling": {"max_tokens": 32}})
+    result = invoke("run", path)
+    assert result.exit_code == 2, result.output
+    assert "vllm" in result.stderr.lower()
+    assert "eyas[" in result.stderr
+
+
+def test_a_directory_of_another_target(tmp_path: Path, smollm2: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good day"}\n')
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "target.json").write_text('{"path": "/models/other", "fingerprint": "0"}')
+    result = invoke("prepare", recipe(tmp_path, smollm2))
+    assert result.exit_code == 2
+    assert "belongs to the target /models/other" in result.stderr
