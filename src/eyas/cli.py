@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas import __version__
-from eyas.errors import EyasError, InputError
+from eyas.errors import EyasError, InputError, ProofError
 
 if TYPE_CHECKING:
     from eyas.pipeline import Run
@@ -205,10 +205,16 @@ def _stages(recipe: "Recipe", first: str, last: str, as_json: bool, quiet: bool)
     this = Run(recipe, target, RunDir(Path(recipe.run_dir)), progress)
     try:
         records = run_stages(this, first, last)
-    finally:
-        for proof in this.dir.proofs():
-            progress.say(f"proof {'ok    ' if proof.ok else 'FAILED'} {proof.name}: {proof.found} ({proof.expected})")
+    except ProofError:
+        _say_proofs(this)
+        raise
+    _say_proofs(this)
     _summary(this, records, last, as_json)
+
+
+def _say_proofs(this: "Run") -> None:
+    for proof in this.dir.proofs():
+        this.progress.say(f"proof {'ok    ' if proof.ok else 'FAILED'} {proof.name}: {proof.found} ({proof.expected})")
 
 
 def _summary(this: "Run", records: dict[str, Any], last: str, as_json: bool) -> None:

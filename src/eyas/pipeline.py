@@ -15,6 +15,7 @@ from eyas.errors import InputError
 from eyas.files import fingerprint, read_json, write_json, write_text
 from eyas.progress import Progress
 from eyas.recipe import Recipe, dump_recipe
+from eyas.report.html import write_report
 from eyas.rundir import RunDir, StageRecord
 from eyas.target.info import TargetInfo
 
@@ -49,41 +50,55 @@ class Stage:
 def run_stages(run: Run, first: str, last: str) -> dict[str, StageRecord]:
     """Runs the stages from `first` to `last` that are missing or stale; earlier ones must be done.
 
-    Raises InputError when an earlier stage is missing or stale, or the directory belongs to another target.
+    The report is written whenever a stage ran, also one that failed. Raises InputError when an earlier stage is
+    missing or stale, or the directory belongs to another target.
     """
     with run.dir.locked():
         _claim(run)
-        names = [s.name for s in STAGES]
-        made: dict[str, str] = {}
-        for stage in STAGES[: names.index(last) + 1]:
-            print_id = fingerprint({"stage": stage.made_from(run), "after": made})
-            made[stage.name] = print_id
-            record = run.dir.record(stage.name)
-            done = record is not None and record.status == "done" and record.fingerprint == print_id
-            if names.index(stage.name) < names.index(first):
-                if not done:
-                    why = (
-                        "has not been run" if record is None or record.status != "done" else "was run with other inputs"
-                    )
-                    raise InputError(
-                        f"stage {first} needs stage {stage.name}, which {why} in {run.dir.root}",
-                        fix=f"run `eyas {stage.name} RECIPE` first, or `eyas run RECIPE` for everything",
-                    )
-            elif done:
-                run.progress.say(f"{stage.name}: unchanged, skipped")
-            else:
-                _run_one(run, stage, print_id, record)
-        return {n: r for n, r in run.dir.records().items() if n in made}
+        stale = _stale(run, first, last)
+        try:
+            for stage, made_of in stale:
+                _run_one(run, stage, made_of)
+        finally:
+            if stale:
+                write_report(run.dir, run.recipe)
+        wanted = STAGE_NAMES[: STAGE_NAMES.index(last) + 1]
+        return {n: r for n, r in run.dir.records().items() if n in wanted}
 
 
-def _run_one(run: Run, stage: Stage, print_id: str, before: StageRecord | None) -> None:
-    if before is None or before.fingerprint != print_id:
+def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str]]:
+    """The stages to run, each with the fingerprint of what it is made from."""
+    found: list[tuple[Stage, str]] = []
+    before: dict[str, str] = {}
+    begin = STAGE_NAMES.index(first)
+    for i, stage in enumerate(STAGES[: STAGE_NAMES.index(last) + 1]):
+        made_of = fingerprint({"stage": stage.made_from(run), "after": before})
+        before[stage.name] = made_of
+        record = run.dir.record(stage.name)
+        done = record is not None and record.status == "done" and record.fingerprint == made_of
+        if done and i >= begin:
+            run.progress.say(f"{stage.name}: unchanged, skipped")
+        elif not done and i < begin:
+            never = record is None or record.status != "done"
+            raise InputError(
+                f"stage {first} needs stage {stage.name}, which {'has not been run' if never else 'had other inputs'} "
+                f"in {run.dir.root}",
+                fix=f"run `eyas {stage.name} RECIPE` first, or `eyas run RECIPE` for everything",
+            )
+        elif not done:
+            found.append((stage, made_of))
+    return found
+
+
+def _run_one(run: Run, stage: Stage, made_of: str) -> None:
+    before = run.dir.record(stage.name)
+    if before is None or before.fingerprint != made_of:
         if before is not None:
             run.progress.say(f"{stage.name}: inputs changed, made again")
             _keep_previous(run.dir)
         for path in stage.outputs(run.dir):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    record = StageRecord(print_id, "running", versions=_versions())
+    record = StageRecord(made_of, "running", versions=_versions())
     run.dir.write_record(stage.name, record)
     begin = time.monotonic()
     try:
@@ -178,13 +193,8 @@ def _export(run: Run) -> dict[str, Any]:
 
 def _verify(run: Run) -> dict[str, Any]:
     from eyas.prove.verify import verify
-    from eyas.report.html import write_report
 
-    try:
-        return verify(run.recipe, run.target, run.dir, run.progress)
-    finally:
-        if run.dir.verify_json.exists():
-            write_report(run.dir, run.recipe)
+    return verify(run.recipe, run.target, run.dir, run.progress)
 
 
 def _dump(part: Any, *without: str) -> dict[str, Any]:

@@ -115,8 +115,11 @@ class TrainPart(Part):
     seed: int = 0
 
 
+ExportFormat = Literal["vllm", "speculators", "sglang"]
+
+
 class ExportPart(Part):
-    formats: list[Literal["vllm", "speculators", "sglang"]] = Field(default_factory=lambda: ["vllm"], min_length=1)
+    formats: list[ExportFormat] = Field(["vllm"], min_length=1, description="vllm is always written")
 
 
 class VerifyPart(Part):

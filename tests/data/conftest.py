@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from .tiny import make_tiny
 
 from eyas.progress import Progress
+
+from .tiny import make_tiny
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Chat templates written for these tests, each in the style of one family: where turns end, what happens to thinking."""
+"""Chat templates written for these tests, each in the style of one family: ends of turns, thinking in history."""
 
 from dataclasses import dataclass
 

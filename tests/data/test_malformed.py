@@ -106,7 +106,7 @@ def test_a_bad_line_is_a_counted_drop(go: Any, tmp_path: Path, row: Any, reason:
 def test_nothing_but_a_bad_line_is_an_error_that_names_it(
     go: Any, tmp_path: Path, row: Any, reason: str, place: str
 ) -> None:
-    with pytest.raises(InputError, match="no usable row in .*p.jsonl") as e:
+    with pytest.raises(InputError, match=r"no usable row in .*p.jsonl") as e:
         go(jsonl(tmp_path / "p.jsonl", [b"", b" ", row]))
     assert f"1 x {reason} (first: p.jsonl, line 3" in e.value.message
     assert e.value.exit_code == 2
@@ -117,7 +117,7 @@ KEEP = [
     ("no answer", user("a"), "no answer to keep"),
     ("empty answer", assistant(content=""), "empty answer"),
     ("plain text", {"text": "a"}, "no answer to keep"),
-    ("answer before the question", {"messages": [{"role": "assistant", "content": "a"}, *user("b")["messages"]]}, "no answer to keep"),
+    ("answer first", {"messages": assistant(content="a")["messages"][::-1]}, "no answer to keep"),
     ("too long", assistant(content="x" * 500), "longer than data.max_length"),
 ]  # fmt: skip
 
@@ -167,13 +167,13 @@ def test_a_broken_json_list_keeps_what_came_before(go: Any, tmp_path: Path) -> N
 
 def test_an_empty_directory(go: Any, tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
-    with pytest.raises(InputError, match="holds no .jsonl"):
+    with pytest.raises(InputError, match=r"holds no .jsonl"):
         go(tmp_path / "d")
 
 
 def test_more_bad_rows_than_good_ones(go: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", [*GOOD[:2], b"{", {"foo": 1}, {"foo": 2}])
-    with pytest.raises(InputError, match="more bad rows than good ones in .*: 3 of 5") as e:
+    with pytest.raises(InputError, match=r"more bad rows than good ones in .*: 3 of 5") as e:
         go(path)
     assert "2 x no known shape (first: p.jsonl, line 4: its keys: foo)" in e.value.message
     assert "1 x broken JSON (first: p.jsonl, line 3" in e.value.message
@@ -191,5 +191,5 @@ def test_one_conversation_cannot_be_split(go: Any, tmp_path: Path) -> None:
 
 def test_columns_of_the_wrong_type(go: Any, tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": [1, 2]}), tmp_path / "p.parquet")
-    with pytest.raises(InputError, match="2 x content is not text .first: p.parquet, row 1"):
+    with pytest.raises(InputError, match=r"2 x content is not text .first: p.parquet, row 1"):
         go(tmp_path / "p.parquet")

@@ -1,4 +1,4 @@
-"""A tiny random Llama checkpoint with a byte-level tokenizer, and an engine that answers with it and writes true shards."""
+"""A tiny random Llama checkpoint with a byte-level tokenizer, and an engine that answers with it and writes shards."""
 
 import itertools
 import random
@@ -55,7 +55,7 @@ def make_tiny(directory: Path, *, template: str = CHATML) -> Path:
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        model.model.norm.weight.copy_(1 + 0.2 * torch.randn(32))
+        model.model.norm.weight.copy_(torch.exp(0.7 * torch.randn(32)))
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -77,7 +77,7 @@ def recipe(run_dir: Path, target: Path, prompts: list[Path], **data: Any) -> Rec
 
 
 class TinyEngine:
-    """Answers with the tiny Llama; shards of `per_shard` samples. `spoil(samples)` may ruin a shard before it is written,
+    """Answers with the tiny Llama; shards of `per_shard` samples. `spoil(samples)` may ruin a shard on its way to disk;
     `lose(request)` makes a reply get lost although the states are written, `pause()` runs between steps."""
 
     serial = itertools.count()
@@ -154,7 +154,7 @@ class TinyEngine:
 
 @torch.no_grad()
 def all_states(model: LlamaForCausalLM, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """States after 0, 1, ... layers [rows, layers + 1, hidden], the last one before the final norm; logits [rows, vocab]."""
+    """States after 0, 1, ... layers [rows, layers + 1, hidden] before the final norm; logits [rows, vocab]."""
     before_norm: list[torch.Tensor] = []
     hook = model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
     out = model(torch.tensor([ids]), output_hidden_states=True)

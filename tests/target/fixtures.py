@@ -340,7 +340,7 @@ def gpt_oss(path: Path) -> Path:
 def nemotron_h(path: Path) -> Path:
     """`backbone.` keys, `embeddings` and `norm_f`, Mamba and attention layers in one pattern."""
     config = dense_config("nemotron_h", "NemotronHForCausalLM", hybrid_override_pattern="M*-", layer_norm_epsilon=1e-5)
-    del config["rms_norm_eps"], config["rope_theta"]
+    del config["rms_norm_eps"], config["rope_theta"], config["num_hidden_layers"]
     r = Random(torch.bfloat16)
     r.embedding("backbone.embeddings", VOCAB, HIDDEN)
     for layer, kind in enumerate("M*-"):

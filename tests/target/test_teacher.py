@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
@@ -83,6 +84,47 @@ def test_logits_are_the_targets(tmp_path: Path, name: str) -> None:
     target = torch.arange(40) % 96
     probs = Teacher(info).log_probs(state, target, rows=16)
     assert torch.allclose(probs, torch.log_softmax(expected, -1)[torch.arange(40), target], atol=1e-4)
+
+
+FAMILIES = (
+    "mixtral", "qwen2", "qwen2_moe", "qwen3_moe", "gemma", "glm4", "glm4_moe", "olmo2", "phi3", "mistral", "starcoder2",
+    "stablelm", "gpt_neox", "opt", "mpt", "nemotron", "exaone4", "smollm3", "ernie4_5", "seed_oss", "apertus",
+    "granitemoe",
+    "lfm2", "arcee", "helium", "vaultgemma", "minimax_m2", "phimoe", "hunyuan_v1_dense", "gpt_oss", "hyperclovax",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(tmp_path: Path, family: str) -> None:
+    """Roles and conventions of a family, found from its saved files, reproduce its logits from its last state."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    wanted = SIZES | {
+        "n_embd": 32, "d_model": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "moe_intermediate_size": 16,
+        "n_layer": 2,
+        "n_layers": 2, "n_head": 4, "n_heads": 4, "head_dim": 8, "num_experts": 4, "num_local_experts": 4,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "shared_expert_intermediate_size": 16,
+    }  # fmt: skip
+    base = AutoConfig.for_model(family)
+    changes = {key: value for key, value in wanted.items() if hasattr(base, key) or key.endswith("_token_id")}
+    for alias, name in getattr(base, "attribute_map", {}).items():
+        if name in changes:
+            changes.pop(alias, None)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **changes), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    info = resolve_target(str(tmp_path))
+    states: list[torch.Tensor] = []
+    final_norm = model.get_submodule(info.final_norm.name.removesuffix(".weight"))
+    final_norm.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    with torch.no_grad():
+        expected = model(input_ids=torch.arange(3, 33).unsqueeze(0)).logits[0]
+    found = Teacher(info).logits(states[0].reshape(-1, 32))
+    assert torch.allclose(found, expected, atol=1e-4, rtol=1e-3)
+    assert info.vocab_size == model.get_input_embeddings().weight.shape[0]
 
 
 def test_a_plain_norm_would_be_wrong_on_gemma(tmp_path: Path) -> None:

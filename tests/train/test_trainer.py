@@ -71,6 +71,10 @@ def test_trains_and_leaves_a_whole_drafter(fresh):
     assert log[-1]["loss"] < 0.5 * log[0]["loss"]
     assert {"accuracy_0", "conditional_1", "mean_length", "tokens", "supervised", "grad_norm", "lr"} <= log[0].keys()
     assert counts["held_out_loss"] == held_out[-1]["eval_loss"]
+    assert {p.name: p.ok for p in run.proofs()} == {
+        "train: weights are finite": True,
+        "train: norm weights moved": True,
+    }
     assert sorted(p.name for p in (run.train / "final").iterdir()) == ["config.json", "model.safetensors"]
     config = Eagle3SpeculatorConfig.from_pretrained(str(run.train / "final"))
     assert config.draft_vocab_size == DRAFT_VOCAB
@@ -81,10 +85,13 @@ def test_trains_and_leaves_a_whole_drafter(fresh):
     assert not [n for n in tensors if n.startswith(("embed", "verifier"))]
 
 
-@pytest.mark.parametrize("settings", [{"draft": {"preset": "eagle3.1"}, "train_head": True}, {"optimizer": "muon"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"draft": {"preset": "eagle3.1"}, "train_head": True}, {"optimizer": "muon"}, {"compute": "bfloat16", "lr": 1e-5}],
+)
 def test_every_trained_weight_moves_norms_included(fresh, settings):
     run, _ = fresh
-    go(fresh, epochs=1, lr=1e-3, save_every=1, keep=99, **settings)
+    go(fresh, **{"epochs": 1, "lr": 1e-3, "save_every": 1, "keep": 99, **settings})
     first, last = (load_file(run.train / f"checkpoint-{s}" / "model.safetensors") for s in (1, 4))
     assert "norm.weight" in first
     assert [n for n in first if torch.equal(first[n], last[n])] == []
@@ -185,6 +192,15 @@ def test_a_resume_with_other_inputs_is_refused(fresh, change):
         target = tiny_target(run.root / "target", fingerprint="other")
     with pytest.raises(InputError, match=f"other inputs: .*{change}.* changed"):
         go((run, target), **settings)
+
+
+def test_norms_that_never_move_are_found(fresh):
+    """A learning rate below float32's resolution leaves norm weights near 1 as they are, and says nothing."""
+    run, _ = fresh
+    with pytest.raises(ProofError, match=r"norm\.weight.* is as it was before"):
+        go(fresh, epochs=1, lr=1e-9)
+    assert [p.ok for p in run.proofs()] == [True, False]
+    assert not (run.train / "final").exists()
 
 
 def test_retention_settings_may_change(fresh):

@@ -40,15 +40,19 @@ EXACT = Tolerance(1e-3, 2e-4)
 """float32 throughout; 2e-5 is usual"""
 HALF = Tolerance(0.1, 0.02)
 """float16: logits up to 32 are rounded to 1/64"""
+ROUNDED = Tolerance(0.2, 0.02)
+"""float32 states stored as bfloat16: every channel is rounded to 1 part in 256. Measured on SmolLM2: 0.045, 0.0036."""
 COARSE = Tolerance(0.5, 0.06)
-"""bfloat16: 8 bits, so logits between 16 and 32 are rounded to 1/8 by an engine that computes in it, and every
-channel of a stored state to 1 part in 256. A wrong layer or request is off by 1 and more in the mean."""
+"""an engine that computes in bfloat16 also rounds logits between 16 and 32 to 1/8. Measured on SmolLM2: 0.21, 0.019;
+there the layer before the last is off by 2.4 in the mean, the final norm applied twice by 7.8, a shift by 8.4."""
 
 
 def tolerance(engine: torch.dtype, stored: torch.dtype) -> Tolerance:
     """What rounding allows when states captured as `engine` are stored as `stored`."""
-    if torch.bfloat16 in (engine, stored):
+    if engine == torch.bfloat16:
         return COARSE
+    if stored == torch.bfloat16:
+        return ROUNDED
     return HALF if torch.float16 in (engine, stored) else EXACT
 
 

@@ -115,8 +115,8 @@ class _Work:
         self.allowed = EXACT
 
     def run(self, open_engine: Callable[[], Engine]) -> None:
-        total, done = self.plan.total, len(self.committed)
-        with self.progress.task("harvest", total=total, unit="samples", done=done) as task:
+        task: Task | None = None
+        with ExitStack() as stack:
             for turn in range(self.plan.rounds):
                 if turn > 0 and self.plan.render is None:
                     self.plan.render = self._renderer()
@@ -128,10 +128,12 @@ class _Work:
                         if self.engine is None:
                             self.committer = self._committer()
                             self.engine = open_engine()
-                        if attempt:
-                            self.again += self._ask(_again(first, requests), task, first_time=False)
-                        else:
-                            self._ask(_again(first, requests), task, first_time=True)
+                        if task is None:  # only now: its rates are not to count the engine's start
+                            done = len(self.committed)
+                            bar = self.progress.task("harvest", total=self.plan.total, unit="samples", done=done)
+                            task = stack.enter_context(bar)
+                        asked = self._ask(_again(first, requests), task, first_time=attempt == 0)
+                        self.again += asked if attempt else 0
                     if first is None or attempt == ATTEMPTS - 1:
                         self.ended += ended
                         break

@@ -135,7 +135,7 @@ class _Preparation:
     def _rendered(self, pending: list[_Pending], before: int) -> tuple[list[dict[str, Any]], int, int]:
         prompts: list[list[int] | RowError] = []
         if not self.keep:
-            prompts = self.render.prompts([c for _, c, _ in pending])
+            prompts = self.render.first_prompts([c for _, c, _ in pending])
         table: list[dict[str, Any]] = []
         for i, (row, conversation, turns) in enumerate(pending):
             try:

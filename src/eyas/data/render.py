@@ -1,6 +1,7 @@
 """Messages to token ids through the target's own chat template, in batches where that is quicker."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -40,8 +41,9 @@ class Renderer:
         """Ids of finished messages. Raises RowError."""
         return self._one(messages, tools, False)
 
-    def prompts(self, conversations: Sequence[Conversation]) -> list[list[int] | RowError]:
-        """`prompt` of many conversations; what one of them refuses does not touch the others."""
+    def first_prompts(self, conversations: Sequence[Conversation]) -> list[list[int] | RowError]:
+        """The prompt of each conversation's first user turn; what one of them refuses does not touch the others."""
+        conversations = [replace(c, messages=first_turn(c.messages)) for c in conversations]
         result: list[list[int] | RowError | None] = [None] * len(conversations)
         plain = [i for i, c in enumerate(conversations) if c.tools is None]
         try:
@@ -87,6 +89,11 @@ class Renderer:
         ends_itself = any(i in self.stop_ids for i in whole[len(prompt) :])
         next_one = more[len(whole)] if more[: len(whole)] == whole and len(more) > len(whole) else None
         return next_one if not ends_itself and next_one in self.stop_ids else None
+
+
+def first_turn(messages: list[Message]) -> list[Message]:
+    """Everything up to and including the first user message."""
+    return messages[: next(i for i, m in enumerate(messages) if m["role"] == "user") + 1]
 
 
 def _first_line(e: Exception) -> str:

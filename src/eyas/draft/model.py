@@ -164,7 +164,8 @@ class Eagle3Drafter(Eagle3DraftModel):
         later: list[list[KeyValue]] = [[] for _ in self.layers]
         inputs: list[torch.Tensor] = []
         for k in range(len(plan.rows)):
-            cos, sin = (x[0] for x in self.rotary_emb(h[None], batch.position_ids + k))
+            # the first argument only gives device and precision: float32, also under autocast
+            cos, sin = (x[0] for x in self.rotary_emb(self.norm.weight, batch.position_ids + k))
             if k == 0:
                 h = self._first_step(ids, h, plan, cos, sin, attend, first)
             else:

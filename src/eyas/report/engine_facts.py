@@ -59,6 +59,13 @@ def engine_facts(
                 "use a vLLM version that does, or choose engine.kind: hf to harvest and train without serving",
             )
         )
+    if version is not None and vllm.cpu and target.experts and "int4" in (target.quantization or ""):
+        problems.append(
+            Problem(
+                f"vLLM on a CPU has no kernel for INT4 experts ({target.quantization})",
+                "run on a GPU, or choose engine.kind: hf",
+            )
+        )
     return EngineFacts("vllm", version, launch, support.architecture, support.eagle3)
 
 

@@ -1,6 +1,7 @@
 """Every reason why a planned run cannot work, each with its fix."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from eyas.recipe import Recipe
 from eyas.report.costs import Drafter, TrainingMemory
@@ -107,14 +108,16 @@ def _draft_problems(recipe: Recipe, target: TargetInfo, drafter: Drafter) -> lis
 
 def _memory_problems(recipe: Recipe, target: TargetInfo, machine: Machine, memory: TrainingMemory) -> list[Problem]:
     found: list[Problem] = []
-    have, where = (machine.gpu_memory, "GPU memory") if machine.gpus else (machine.memory, "memory")
+    used = machine.gpus[: recipe.engine.tensor_parallel] if recipe.engine.kind == "vllm" else machine.gpus
+    have, where = (sum(g.memory for g in used), f"memory on {len(used)} GPU(s)") if used else (machine.memory, "memory")
     if not recipe.engine.urls and target.weight_bytes > have:
         found.append(
             Problem(
                 f"not enough memory: the target's weights take {size(target.weight_bytes)}, this machine "
                 f"({machine.name}) has "
                 f"{size(have)} of {where}",
-                "run on a larger machine, or name a server that has the target in engine.urls",
+                "set a larger engine.tensor_parallel, run on a larger machine, "
+                "or name a server that has the target in engine.urls",
             )
         )
     if machine.gpus and not recipe.engine.urls and recipe.engine.tensor_parallel > len(machine.gpus):
@@ -139,8 +142,7 @@ def _memory_problems(recipe: Recipe, target: TargetInfo, machine: Machine, memor
 
 
 def _disk_problems(machine: Machine, states: int | None, checkpoints: int, run: RunDir) -> list[Problem]:
-    there = sum(f.stat().st_size for f in run.states.glob("*.safetensors")) if run.states.is_dir() else 0
-    need = max(0, (states or 0) - there) + checkpoints
+    need = max(0, (states or 0) - _stored(run.states)) + max(0, checkpoints - _stored(run.train))
     if need <= machine.disk_free:
         return []
     return [
@@ -151,6 +153,10 @@ def _disk_problems(machine: Machine, states: int | None, checkpoints: int, run: 
             "set states.window or data.limit, a smaller engine.sampling.max_tokens, or run_dir on a larger disk",
         )
     ]
+
+
+def _stored(directory: Path) -> int:
+    return sum(f.stat().st_size for f in directory.rglob("*.safetensors")) if directory.is_dir() else 0
 
 
 def size(n: float) -> str:

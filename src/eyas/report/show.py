@@ -44,7 +44,7 @@ def show_samples(run: RunDir, tokenizer: Any, console: Console, *, id: str | Non
         + Text(" tokens are shown as they are, line ends as ⏎", style="dim")
     )
     for sample in found:
-        console.print(header(sample), markup=False, highlight=False, style="bold")
+        console.print(header(sample), markup=False, highlight=False, style="bold", soft_wrap=True)
         console.print(marked(sample.ids, sample.mask, tokenizer), soft_wrap=True)
         console.print()
     return len(found)

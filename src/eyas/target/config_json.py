@@ -62,6 +62,8 @@ class TargetConfig:
     def size(self, field: str) -> int:
         """A positive integer; InputError naming the key when it is absent or not one."""
         value = self.find(field)
+        if field == "num_hidden_layers":
+            value = layer_count(self.text) or value
         if isinstance(value, list) and value and len(set(value)) == 1:
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -97,6 +99,18 @@ def read_config(path: Path) -> TargetConfig:
     return TargetConfig(file, outer, *found)
 
 
+def layer_count(config: dict[str, Any]) -> int | None:
+    """The number of layers that a config says itself, in a number or in a pattern of layers (Nemotron-H)."""
+    for name in ALIASES["num_hidden_layers"]:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    for name in ("hybrid_override_pattern", "layers_block_type", "layer_types"):
+        pattern = config.get(name)
+        if isinstance(pattern, (str, list)) and pattern:
+            return len(pattern)
+    return None
+
+
 def read_json_object(file: Path) -> dict[str, Any] | None:
     """The JSON object in `file`; None when there is no such file; InputError when it is not a JSON object."""
     if not file.is_file():
@@ -127,4 +141,5 @@ def _is_language_model(config: dict[str, Any], *, nested: bool) -> bool:
     # A nested text config may leave everything to its class (Gemma 3 leaves out the vocabulary).
     if nested:
         return has("hidden_size") or bool(config.get("model_type"))
-    return has("hidden_size") and has("num_hidden_layers") and (has("vocab_size") or has("num_attention_heads"))
+    layers = has("num_hidden_layers") or layer_count(config) is not None
+    return has("hidden_size") and layers and (has("vocab_size") or has("num_attention_heads"))

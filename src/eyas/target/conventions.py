@@ -49,6 +49,8 @@ def conventions(config: TargetConfig, hidden: int) -> Conventions:
     kind = config.model_type
     layer_norm = kind in LAYER_NORM | LAYER_NORM_PLUS_ONE
     eps = config.find("norm_eps")
+    if eps is None and layer_norm:
+        eps = 1e-5  # torch's own, for families that do not configure it (OPT)
     if eps is None:
         raise InputError(
             f"{config.file}: the text config (model_type {kind!r}) does not say the epsilon of its norms",

@@ -16,6 +16,8 @@ EMBEDDINGS = (
 )  # fmt: skip
 HEADS = ("lm_head", "output", "output_layer", "embed_out", "head", "lm_head.linear", "language_model_head")
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "ln_out")
+# These name another norm elsewhere: only where none of the others is there (LFM2, BioGPT).
+RARE_NORMS = ("embedding_norm", "layer_norm")
 # Parts of a key that name another tower, a speaker or a draft layer: none of them is the text model.
 _OTHER = re.compile(
     r"(^|[._])(vision|visual|vit|image|audio|speech|talker|code2wav|code_predictor|mtp|eagle|draft)([._]|$)"
@@ -58,7 +60,9 @@ def find_roles(checkpoint: Checkpoint, *, hidden: int, layers: int, hints: Hints
     if len(fits) > 1 or len(fits[0][1]) > 1:
         raise _several("embedding", [ref for _, refs in fits for ref in refs], checkpoint)
     trunk, (embedding,) = fits[0]
-    norms = _nearest(checkpoint, hints, _ancestors(trunk)[:2], NORMS, lambda ref: ref.shape == (hidden,))
+    places = _ancestors(trunk)[:2]
+    norms = _nearest(checkpoint, hints, places, NORMS, lambda ref: ref.shape == (hidden,))
+    norms = norms or _nearest(checkpoint, hints, places, RARE_NORMS, lambda ref: ref.shape == (hidden,))
     if not norms:
         raise _nothing("final norm", f"[{hidden}]", NORMS, checkpoint, [trunk], layers)
     if len(norms) > 1:

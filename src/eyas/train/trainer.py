@@ -19,11 +19,11 @@ from eyas.draft.init import init_drafter, load_drafter
 from eyas.draft.loss import loss_config
 from eyas.draft.model import Eagle3Drafter
 from eyas.draft.vocab import Vocab, load_vocab
-from eyas.errors import InputError
+from eyas.errors import InputError, ProofError
 from eyas.files import fingerprint
 from eyas.progress import Progress
 from eyas.recipe import Recipe
-from eyas.rundir import RunDir
+from eyas.rundir import Proof, RunDir
 from eyas.states.store import HarvestStore, SampleRef
 from eyas.target.info import TargetInfo
 from eyas.train import checkpoints
@@ -71,6 +71,7 @@ def train(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) -
     model = init_drafter(config, vocab, target, train_head=part.train_head, seed=part.seed)
     if recipe.draft.from_ is not None:
         load_drafter(model, Path(recipe.draft.from_))
+    first_norms = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad and p.ndim == 1}
     start, total = (0 if found is None else found.step), len(schedule.steps)
     if found is not None:
         progress.say(f"train: continuing after step {start:,} of {total:,}")
@@ -99,8 +100,32 @@ def train(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) -
     if trainer.stopped_early and trainer.state.global_step < total:
         raise KeyboardInterrupt
     if not rank:
+        _prove(run, model, first_norms)
         write_final(model, config, vocab, run.train / "final")
     return _counts(trainer, schedule.tokens, len(seen), len(held_out), vocab)
+
+
+def _prove(run: RunDir, model: Eagle3Drafter, first_norms: dict[str, torch.Tensor]) -> None:
+    """Raises ProofError if a weight is not finite, or a norm weight is what it was (as in training in pure bf16)."""
+    trained = {n: p.detach().cpu() for n, p in model.named_parameters() if p.requires_grad}
+    bad = [n for n, p in trained.items() if not bool(torch.isfinite(p).all())]
+    still = [n for n, p in first_norms.items() if torch.equal(p, trained[n])]
+    proofs = [
+        Proof("train: weights are finite", not bad, f"{len(trained) - len(bad)} tensors", f"{len(trained)} tensors"),
+        Proof(
+            "train: norm weights moved",
+            not still,
+            f"{len(first_norms) - len(still)} norms",
+            f"{len(first_norms)} norms",
+        ),
+    ]
+    run.write_proofs(proofs)
+    if bad or still:
+        raise ProofError(
+            f"after training, {', '.join(bad) or 'no weight'} is not finite and "
+            f"{', '.join(still) or 'no norm weight'} is as it was before",
+            fix="set train.compute: float32 or another train.lr, and look at train/log.jsonl",
+        )
 
 
 def write_final(model: Eagle3Drafter, config: Eagle3SpeculatorConfig, vocab: Vocab, path: Path) -> None:
