@@ -46,7 +46,7 @@ def end_group(group: int, grace: float = GRACE_SECONDS) -> None:
     end = time.monotonic() + grace
     while time.monotonic() < end:
         _, mine = psutil.wait_procs(mine, timeout=_POLL_SECONDS)
-        mine = [p for p in {*mine, *descendants(os.getpid())} if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        mine = list({*mine, *descendants(os.getpid())})
         if not mine:
             return
     _signal_group(group, signal.SIGKILL)
