@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.data.inputs import prompts_fingerprint
-from eyas.draft.config import aux_layers
+from eyas.draft.sizes import aux_layers
 from eyas.errors import InputError
 from eyas.files import fingerprint, read_json, write_json, write_text
 from eyas.progress import Progress

@@ -82,6 +82,9 @@ class DraftPart(Part):
     )
     vocab_size: int = Field(32000, ge=1)
     layers: int = Field(1, ge=1)
+    norm_before_residual: bool = Field(
+        True, description="the first layer's residual is the normed state; SGLang serves only false"
+    )
     aux_layers: list[int] | None = Field(
         None, description="state after k layers, ascending; default: 2, middle, last but two"
     )

@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 
 from eyas.errors import EyasError, InputError
 from eyas.export.checkpoint import write_checkpoint
-from eyas.export.formats import check_formats, export
+from eyas.export.formats import export
+from eyas.export.limits import format_misfits
 from eyas.export.sglang import export_sglang, sglang_problems
 from eyas.export.speculators import export_speculators
 from eyas.export.vllm import export_vllm
@@ -238,16 +239,35 @@ def test_what_sglang_would_ignore_is_refused(run: RunDir, options: dict[str, Any
     assert sglang_problems(tiny.config(norm_before_residual=False)) == []
 
 
-def test_the_plan_refuses_sglang_for_eagle31(run: RunDir) -> None:
-    recipe = tiny.recipe(
-        run,
-        draft={"preset": "eagle3.1", "vocab_size": 20, "aux_layers": [1, 3, 5]},
-        export={"formats": ["vllm", "sglang"]},
-    )
-    target = tiny.target_info(run.root)
-    with pytest.raises(InputError, match="SGLang ignores norm_before_fc"):
-        check_formats(recipe, target)
-    check_formats(recipe.model_copy(update={"export": tiny.recipe(run).export}), target)
+def test_each_limit_of_sglang_names_its_way_out(run: RunDir) -> None:
+    def misfits(**draft: Any) -> list[tuple[str, str | None]]:
+        made = tiny.recipe(
+            run,
+            draft={"vocab_size": 20, "aux_layers": [1, 3, 5], **draft},
+            export={"formats": ["vllm", "sglang"]},
+        )
+        return [(e.message, e.fix) for e in format_misfits(made, tiny.target_info(run.root))]
+
+    assert misfits(norm_before_residual=False) == []
+    assert misfits() == [
+        (
+            "export.formats has sglang: SGLang ignores norm_before_residual, which this drafter has",
+            "set draft.norm_before_residual: false, or drop sglang from export.formats",
+        )
+    ]
+    ways = [fix for _, fix in misfits(norm_before_residual=False, preset="eagle3.1", layers=2, aux_layers=[1, 5])]
+    assert [fix.partition(",")[0] for fix in ways if fix] == [
+        "set draft.preset: eagle3",
+        "set draft.preset: eagle3",
+        "set draft.layers: 1",
+        "set draft.aux_layers to three layers",
+    ]
+    with pytest.raises(InputError, match=r"draft\.norm_before_residual: false"):
+        export(
+            tiny.recipe(run, draft={"vocab_size": 20, "aux_layers": [1, 3, 5]}, export={"formats": ["sglang"]}),
+            tiny.target_info(run.root),
+            run,
+        )
 
 
 def test_speculators_format_is_portable_and_loads(run: RunDir) -> None:

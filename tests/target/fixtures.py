@@ -265,8 +265,8 @@ def gemma3(path: Path) -> Path:
 
 
 def deepseek_v3(path: Path, *, fp8_head: bool = False) -> Path:
-    """MLA and experts with fp8 block scales, and a next-token-prediction layer with its own embedding, norm "
-    "and head."""
+    """MLA and experts with fp8 block scales, and a next-token-prediction layer with its own embedding, norm
+    and head."""
     config = dense_config(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",

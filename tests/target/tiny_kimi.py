@@ -50,8 +50,8 @@ class Sizes:
 
 
 def kimi_k25(path: Path, *, int4: bool = False, dtype: torch.dtype = torch.float32, sizes: Sizes | None = None) -> Path:
-    """Writes checkpoint, tokenizer and preprocessor config; `int4` packs the experts as the released "
-    "checkpoint does."""
+    """Writes checkpoint, tokenizer and preprocessor config; `int4` packs the experts as the released
+    checkpoint does."""
     sizes = sizes or Sizes()
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = write_tokenizer(
@@ -271,8 +271,8 @@ def _mlp(r: Random, prefix: str, sizes: Sizes, *, dense: bool, int4: bool) -> No
 
 
 def pack_int4(r: Random, name: str, out: int, inp: int, *, group: int = 32) -> None:
-    """A weight in compressed-tensors' pack-quantized format: eight signed 4-bit values + 8 a word, lowest "
-    "bits first."""
+    """A weight in compressed-tensors' pack-quantized format: eight signed 4-bit values + 8 a word, lowest
+    bits first."""
     weight = (r.normal(out, inp) / inp**0.5).view(out, inp // group, group)
     scale = (weight.abs().amax(-1) / 7).to(torch.bfloat16)
     nibbles = (weight / scale.float().unsqueeze(-1)).round().clamp(-8, 7).long().view(out, inp // 8, 8) + 8

@@ -53,7 +53,10 @@ def prepare(
     try:
         with written_aside(run.samples / "dropped.jsonl") as path, open(path, "w", encoding="utf-8") as file:
             work = _Preparation(recipe, target, render, Dropped(file))
-            with pq.ParquetWriter(aside, PREPARED) as writer, progress.task("prepare", total=None, unit="rows") as task:
+            with (
+                pq.ParquetWriter(aside, PREPARED, write_statistics=False) as writer,
+                progress.task("prepare", total=None, unit="rows") as task,
+            ):
                 for rows, read, tokens in work.batches(_in_turn(sources)):
                     writer.write_table(pa.Table.from_pylist(rows, schema=PREPARED))
                     task.advance(read, tokens=tokens)
@@ -261,7 +264,7 @@ def _write_split(aside: Path, path: Path, marks: np.ndarray, held_out: int) -> N
     """Copies the rows with their split: the `held_out` conversations whose ids come first are held out."""
     last = np.partition(marks, held_out - 1)[held_out - 1] if held_out else None
     column = PREPARED.get_field_index("split")
-    with written_aside(path) as whole, pq.ParquetWriter(whole, PREPARED) as writer:
+    with written_aside(path) as whole, pq.ParquetWriter(whole, PREPARED, write_statistics=False) as writer:
         for batch in pq.ParquetFile(aside).iter_batches(batch_size=BATCH):
             out = [last is not None and _mark(i) <= last for i in batch.column("id").to_pylist()]
             split = pa.array(["holdout" if o else "train" for o in out], pa.string())

@@ -18,6 +18,8 @@ PAGE = 64
 """rows of a page"""
 _NORESERVE = 0x4000  # MAP_NORESERVE on Linux: address space now, memory when first written
 _UNSEEN, _GOOD, _BAD = 0, 1, 2
+_COMPARED = 32
+"""values of a row that are compared with the row before; the others only where these are equal"""
 
 Ints = npt.NDArray[np.int64]
 
@@ -39,13 +41,14 @@ def as_bits(x: torch.Tensor) -> npt.NDArray[np.unsignedinteger]:
 
 
 def bad_rows(rows: torch.Tensor) -> npt.NDArray[np.bool_]:
-    """[N] true where a layer of rows [N, layers, hidden] is all zero or holds an infinity or NaN.
+    """[N] true where a layer of rows [N, layers, hidden] holds an infinity or NaN, or one magnitude throughout (zero, say).
 
-    Magnitudes of IEEE floats compare as their bits do, so the largest bit pattern of a layer tells.
+    Magnitudes of IEEE floats compare as their bits do, so the largest and smallest bit pattern of a layer tell.
     """
     _, magnitude, infinity = _FLOATS[rows.dtype]
-    largest = (as_bits(rows) & magnitude).max(axis=-1)
-    return ((largest == 0) | (largest >= infinity)).any(axis=-1)
+    magnitudes = as_bits(rows) & magnitude
+    largest = magnitudes.max(axis=-1)
+    return ((largest == magnitudes.min(axis=-1)) | (largest >= infinity)).any(axis=-1)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Taken:
     pages: list[int]
     rows: int
     missing: int
+    """rows that never came, consumed other tokens, or are the row before once more (a buffer that was not refreshed)"""
     bad: int
 
 
@@ -76,6 +80,8 @@ class Arena:
         self.rows = flat.view(self.capacity, layers, hidden)
         self._bits = as_bits(flat).reshape(self.capacity, layers * hidden)
         self._seen = np.zeros(self.capacity, dtype=np.uint8)
+        self._tokens = np.zeros(self.capacity, dtype=np.int64)
+        """what each row consumed; -1 unknown"""
         self._free: list[int] = []
         self._fresh = 0
         self._lock = threading.Lock()
@@ -90,9 +96,15 @@ class Arena:
         return len(self._lines)
 
     def put(
-        self, requests: list[str], owner: Ints, positions: Ints, rows: torch.Tensor, bad: npt.NDArray[np.bool_]
+        self,
+        requests: list[str],
+        owner: Ints,
+        positions: Ints,
+        tokens: Ints,
+        rows: torch.Tensor,
+        bad: npt.NDArray[np.bool_],
     ) -> None:
-        """Files rows [N, layers, hidden]: row i belongs to requests[owner[i]] and lies at positions[i].
+        """Files rows [N, layers, hidden]: row i belongs to requests[owner[i]], lies at positions[i], consumed tokens[i].
 
         A position that is written twice (preemption, rejected drafts) keeps the later row.
         """
@@ -108,9 +120,11 @@ class Arena:
         at = self._table[line, positions // PAGE] * PAGE + positions % PAGE
         self._bits[at] = as_bits(rows).reshape(len(owner), -1)
         self._seen[at] = np.where(bad, _BAD, _GOOD)
+        self._tokens[at] = tokens
 
-    def take(self, request: str, rows: int) -> Taken:
-        """Ends a request with its first `rows` rows; rows never written are zero, and counted."""
+    def take(self, request: str, tokens: npt.NDArray[np.integer]) -> Taken:
+        """Ends a request that consumed `tokens` [rows]; rows never written are zero; they and wrong rows are counted."""
+        rows = len(tokens)
         line = self._line(request)
         self._grow(line, -(-rows // PAGE))
         pages = self._table[line, : self._pages[line]].tolist()
@@ -120,7 +134,17 @@ class Arena:
         at = (np.array(pages[:keep], dtype=np.int64)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[:rows]
         seen = self._seen[at]
         self._bits[at[seen == _UNSEEN]] = 0
-        return Taken(pages[:keep], rows, int((seen == _UNSEEN).sum()), int((seen == _BAD).sum()))
+        consumed = self._tokens[at]
+        wrong = (seen == _UNSEEN) | ((consumed != tokens) & (consumed >= 0)) | self._repeated(at, tokens)
+        return Taken(pages[:keep], rows, int(wrong.sum()), int((seen == _BAD).sum()))
+
+    def _repeated(self, at: Ints, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Rows that equal the row before them bit for bit, though their tokens differ."""
+        found = np.zeros(len(at), dtype=np.bool_)
+        start = self._bits[at, :_COMPARED]
+        suspect = np.flatnonzero((start[1:] == start[:-1]).all(axis=-1) & (tokens[1:] != tokens[:-1])) + 1
+        found[suspect] = (self._bits[at[suspect]] == self._bits[at[suspect - 1]]).all(axis=-1)
+        return found
 
     def drop(self, request: str) -> None:
         if request in self._lines:

@@ -25,11 +25,13 @@ class Copied:
     """[N, L, H]"""
     positions: torch.Tensor
     """[N] int64, -1 where the model has several position components"""
+    tokens: torch.Tensor
+    """[N] int64, the token that each row consumed; -1 where the model saw embeddings alone"""
     slots: torch.Tensor | None
     """[N] int64, KV slot of each row"""
     wait: Callable[[], None]
     bad: Callable[[], npt.NDArray[np.bool_]]
-    """[N] rows that are not finite or all zero in a layer; after `wait`"""
+    """[N] rows that are not finite, or of one magnitude throughout (all zero, say), in a layer; after `wait`"""
     done: Callable[[], None]
 
 
@@ -45,20 +47,24 @@ class HostCopy:
 
     def take(self, count: int, slots: torch.Tensor | None) -> Copied:
         rows, positions = self._tap.rows[:count].clone(), self._tap.positions[:count].clone()
+        tokens = self._tap.tokens[:count].clone()
         kept = None if slots is None else slots[:count].to(torch.int64, copy=True)
-        return Copied(rows, positions, kept, _nothing, lambda: bad_rows(rows), _nothing)
+        return Copied(rows, positions, tokens, kept, _nothing, lambda: bad_rows(rows), _nothing)
+
+
+_NUMBERS = 4
+"""beside the states, of each row: position, token, KV slot, and whether it is bad"""
 
 
 class _Slot:
     """One slot of the ring: device staging and its pinned mirror."""
 
     def __init__(self, tap: Tap, staging: torch.Tensor) -> None:
-        count = tap.rows.shape[0]
+        numbers = _NUMBERS * tap.rows.shape[0]
         self.rows = staging
-        self.numbers = torch.empty(3, count, dtype=torch.int64, device=tap.rows.device)
-        """positions, KV slots, and whether the row is bad"""
+        self.numbers = torch.empty(numbers, dtype=torch.int64, device=tap.rows.device)
         self.host_rows = torch.empty(tap.rows.shape, dtype=tap.rows.dtype, device="cpu", pin_memory=True)
-        self.host_numbers = torch.empty(3, count, dtype=torch.int64, device="cpu", pin_memory=True)
+        self.host_numbers = torch.empty(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
         self.copied = torch.cuda.Event(blocking=True)
 
 
@@ -74,26 +80,30 @@ class RingCopy:
 
     def take(self, count: int, slots: torch.Tensor | None) -> Copied:
         slot = self._free.get()
+        size = _NUMBERS * count  # the numbers of a step lie together, so that one copy takes them to the host
+        numbers = slot.numbers[:size].view(_NUMBERS, count)
         slot.rows[:count].copy_(self._tap.rows[:count])
-        slot.numbers[0, :count].copy_(self._tap.positions[:count])
+        numbers[0].copy_(self._tap.positions[:count])
+        numbers[1].copy_(self._tap.tokens[:count])
         if slots is not None:
-            slot.numbers[1, :count].copy_(slots[:count])
+            numbers[2].copy_(slots[:count])
         self._side.wait_stream(torch.cuda.current_stream(self._tap.rows.device))
         with torch.cuda.stream(self._side):
-            largest = torch.linalg.vector_norm(slot.rows[:count], ord=torch.inf, dim=-1)
-            fine = (largest > 0) & torch.isfinite(largest)
-            slot.numbers[2, :count].copy_(~fine.all(dim=-1))
+            smallest, largest = torch.aminmax(slot.rows[:count].abs(), dim=-1)  # both are NaN where one value is
+            fine = (smallest < largest) & torch.isfinite(largest)
+            numbers[3].copy_(~fine.all(dim=-1))
             slot.host_rows[:count].copy_(slot.rows[:count], non_blocking=True)
-            for i in range(3):  # a slice of each row, since a strided pinned copy would not be asynchronous
-                slot.host_numbers[i, :count].copy_(slot.numbers[i, :count], non_blocking=True)
+            slot.host_numbers[:size].copy_(slot.numbers[:size], non_blocking=True)
             slot.copied.record(self._side)
         # the next use of this slot's staging, on the main stream, follows `done`, which follows `copied`
+        host = slot.host_numbers[:size].view(_NUMBERS, count)
         return Copied(
             slot.host_rows[:count],
-            slot.host_numbers[0, :count],
-            None if slots is None else slot.host_numbers[1, :count],
+            host[0],
+            host[1],
+            None if slots is None else host[2],
             slot.copied.synchronize,
-            lambda: slot.host_numbers[2, :count].numpy().astype(np.bool_),
+            lambda: host[3].numpy().astype(np.bool_),
             lambda: self._free.put(slot),
         )
 

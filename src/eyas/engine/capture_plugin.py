@@ -29,7 +29,7 @@ _registered: dict[str, Any] = {}
 
 
 class Tap:
-    """The static buffer of this process. rows [tokens of a step, layers, hidden]; positions [tokens of a step]."""
+    """The static buffer of this process. rows [tokens of a step, layers, hidden]; positions, tokens [tokens of a step]."""
 
     def __init__(self, vllm_config: Any, layers: tuple[int, ...], device: torch.device) -> None:
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -39,11 +39,13 @@ class Tap:
         self.rows = torch.zeros(tokens, len(layers), model.get_hidden_size(), dtype=model.dtype, device=device)
         self.positions = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         """as the model saw them; stay -1 where positions have several components (M-RoPE)"""
+        self.tokens = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        """as the model saw them; -1 where it was given embeddings instead"""
         self.staging = [torch.empty_like(self.rows) for _ in range(RING)] if self.rows.is_cuda else []
         """for eyas.engine.capture_copy; allocated with the weights, so that vLLM's memory profile counts it"""
 
-    def keep(self, states: list[torch.Tensor], positions: torch.Tensor) -> None:
-        """states: one [tokens, hidden] for each layer; positions [tokens] or [components, tokens]."""
+    def keep(self, states: list[torch.Tensor], positions: torch.Tensor, ids: torch.Tensor | None) -> None:
+        """states: one [tokens, hidden] for each layer; positions [tokens] or [components, tokens]; ids [tokens]."""
         tokens = states[0].shape[0]
         if tokens > self.rows.shape[0]:
             raise RuntimeError(f"eyas capture: a step of {tokens} rows, room for {self.rows.shape[0]}")
@@ -51,6 +53,10 @@ class Tap:
             self.rows[:tokens, i].copy_(state)
         if positions.ndim == 1:
             self.positions[:tokens].copy_(positions)
+        if ids is not None:
+            self.tokens[:tokens].copy_(ids)
+        else:
+            self.tokens[:tokens].fill_(-1)
 
 
 _tap: Tap | None = None
@@ -119,7 +125,8 @@ def capturing(base: Any) -> Any:
             hidden, states = out
             by_layer = dict(zip(self._eyas_layers, states, strict=True))
             positions = kwargs["positions"] if "positions" in kwargs else args[1]
-            self._eyas_tap.keep([by_layer[k] for k in self._eyas_tap.layers], positions)
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            self._eyas_tap.keep([by_layer[k] for k in self._eyas_tap.layers], positions, ids)
             if self._eyas_drafter_layers:
                 return hidden, [by_layer[k] for k in self._eyas_drafter_layers]
             return hidden

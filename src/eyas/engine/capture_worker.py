@@ -7,6 +7,7 @@ import queue
 import threading
 import traceback
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,8 @@ _QUEUED_STEPS = 8
 _STOP_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """A capturing request's part in one step."""
+class Scheduled(NamedTuple):
+    """A capturing request's part in one step (a tuple: hundreds are made for every step)."""
 
     request: str
     position: int
@@ -163,10 +163,10 @@ class Filer:
                 row, owner, position = rows_by_slot(step.scheduled, copied.slots.numpy(), step.block_size)
             else:
                 raise RuntimeError("eyas capture: a step came without row names and without KV slots")
-            rows, bad = copied.rows, copied.bad()
+            rows, bad, tokens = copied.rows, copied.bad(), copied.tokens.numpy()
             if len(row) != len(bad) or (row[1:] < row[:-1]).any():  # other requests' rows lie between
-                rows, bad = rows[row], bad[row]
-            self._arena.put([s.request for s in step.scheduled], owner, position, rows, bad)
+                rows, bad, tokens = rows[row], bad[row], tokens[row]
+            self._arena.put([s.request for s in step.scheduled], owner, position, tokens, rows, bad)
         finally:
             copied.done()
 
@@ -174,7 +174,7 @@ class Filer:
         for request in books.dropped:
             self._arena.drop(request)
         for finished in books.finished:
-            taken = self._arena.take(finished.request, finished.rows)
+            taken = self._arena.take(finished.request, finished.tokens[:-1])
             self._open.setdefault(finished.shard, []).append((finished, taken))
         for path in books.closed:
             self._shards.put(_Shard(path, self._open.pop(path), self._failure))

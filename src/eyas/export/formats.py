@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eyas.draft.config import draft_config
-from eyas.errors import InputError
-from eyas.export.sglang import export_sglang, sglang_problems
+from eyas.export.limits import format_misfits
+from eyas.export.sglang import export_sglang
 from eyas.export.speculators import export_speculators
 from eyas.export.vllm import export_vllm
 from eyas.recipe import Recipe
@@ -22,20 +21,10 @@ EXPORTERS: dict[str, Exporter] = {
 }
 
 
-def check_formats(recipe: Recipe, target: TargetInfo) -> None:
-    """For the plan, before anything costs time. Raises InputError when a format cannot hold the recipe's drafter."""
-    if "sglang" not in recipe.export.formats:
-        return
-    if problems := sglang_problems(draft_config(target, recipe.draft, recipe.train.ttt_steps)):
-        raise InputError(
-            f"export.formats has sglang: {'; '.join(problems)}",
-            fix="drop sglang from export.formats, or choose draft settings that SGLang can serve",
-        )
-
-
 def export(recipe: Recipe, target: TargetInfo, run: RunDir) -> dict[str, Any]:
     """Writes every format of the recipe (vllm always: verify needs it); returns counts."""
-    check_formats(recipe, target)
+    for wrong in format_misfits(recipe, target):
+        raise wrong
     formats = list(dict.fromkeys(["vllm", *recipe.export.formats]))
     paths = {name: EXPORTERS[name](run, target, recipe) for name in formats}
     size = sum(f.stat().st_size for p in paths.values() for f in p.iterdir())

@@ -7,25 +7,18 @@ from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from eyas.errors import InputError
 from eyas.export.checkpoint import cast, write_checkpoint
 from eyas.export.flat import flat_config, flat_tensors
+from eyas.export.limits import IGNORED, sglang_limits
 from eyas.export.trained import export_dtype, read_trained
 from eyas.recipe import Recipe
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo
 
-IGNORED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""options of a drafter that SGLang's llama_eagle3.py does not read: it would compute something else, silently"""
-
 
 def sglang_problems(config: Eagle3SpeculatorConfig) -> list[str]:
     """Why SGLang cannot serve such a drafter; empty if it can."""
-    options = config.model_dump(include=set(IGNORED))
-    found = [f"SGLang ignores {name}, which this drafter is trained with" for name in IGNORED if options[name]]
+    options = {name: bool(value) for name, value in config.model_dump(include=set(IGNORED)).items()}
     layers = config.transformer_layer_config.num_hidden_layers
-    if layers != 1:
-        found.append(f"SGLang takes one draft layer, this drafter has {layers}")
-    if len(config.eagle_aux_hidden_state_layer_ids or []) != 3:
-        found.append("SGLang takes exactly three auxiliary layers")
-    return found
+    return [why for why, _ in sglang_limits(options, layers, len(config.eagle_aux_hidden_state_layer_ids or []))]
 
 
 def export_sglang(run: RunDir, target: TargetInfo, recipe: Recipe) -> Path:

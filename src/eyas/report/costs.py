@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from eyas.recipe import DraftPart, Recipe
+from eyas.draft.sizes import chosen_aux_layers, layer_sizes
+from eyas.recipe import Recipe
 from eyas.report.machine import Machine
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo
@@ -21,7 +22,7 @@ _ENGINE_START = 46.0
 
 @dataclass(frozen=True)
 class Drafter:
-    """Sizes of the drafter, as eyas.draft.config derives them (a test compares), without importing any framework."""
+    """Sizes of the drafter (a test compares them with the model's own), without importing any framework."""
 
     heads: int
     key_value_heads: int
@@ -37,10 +38,9 @@ class Drafter:
 
 def drafter_sizes(target: TargetInfo, recipe: Recipe) -> Drafter:
     part, hidden = recipe.draft, target.hidden_size
-    heads, kv, head_dim = _heads(target, part)
-    mlp = part.intermediate_size or target.intermediate_size
-    n = target.num_hidden_layers
-    aux = tuple(part.aux_layers) if part.aux_layers is not None else (2, n // 2, n - 3)
+    sizes = layer_sizes(target, part)
+    heads, kv, head_dim, mlp = sizes.heads, sizes.key_value_heads, sizes.head_dim, sizes.intermediate_size
+    aux = tuple(chosen_aux_layers(target, part))
     trainable = len(aux) * hidden * hidden + hidden  # fc, final norm
     if part.preset == "eagle3.1":
         trainable += len(aux) * hidden
@@ -55,20 +55,6 @@ def drafter_sizes(target: TargetInfo, recipe: Recipe) -> Drafter:
     else:
         frozen += head
     return Drafter(heads, kv, head_dim, mlp, part.layers, aux, trainable, frozen)
-
-
-def _heads(target: TargetInfo, part: DraftPart) -> tuple[int, int, int]:
-    heads = part.attention_heads or target.num_attention_heads
-    changed = heads != target.num_attention_heads
-    kv = part.key_value_heads or (heads if changed or target.attention == "mla" else target.num_key_value_heads)
-    if part.head_dim:
-        return heads, kv, part.head_dim
-    if target.attention != "mla":
-        return heads, kv, target.hidden_size // heads if changed else target.head_dim
-    size = 16
-    while size < target.hidden_size // heads and size < 256:
-        size *= 2
-    return heads, kv, size
 
 
 def state_bytes(target: TargetInfo, drafter: Drafter, width: int) -> int:
@@ -125,8 +111,8 @@ def training_memory(target: TargetInfo, recipe: Recipe, drafter: Drafter, machin
 
 
 def checkpoint_bytes(recipe: Recipe, drafter: Drafter) -> tuple[int, int]:
-    """(one checkpoint, the largest sum under `train.keep`: one more while it is written, the final weights, "
-    "the export)."""
+    """(one checkpoint, the largest sum under `train.keep`: one more while it is written, the final weights,
+    the export)."""
     moments = 8 if recipe.train.optimizer == "adamw" else 4
     one = (4 + moments) * drafter.trainable
     exported = 4 * (drafter.trainable + recipe.draft.vocab_size)  # at most float32

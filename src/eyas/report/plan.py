@@ -1,5 +1,7 @@
-"""`eyas plan`: what was understood of the target, what the run costs, and every problem with its fix. Loads "
-"no weights."""
+"""`eyas plan`: what was understood of the target, what the run costs, and every problem with its fix.
+
+Loads no weights.
+"""
 
 import shlex
 from dataclasses import asdict, dataclass, field
@@ -63,6 +65,10 @@ class Plan:
     def ok(self) -> bool:
         return not self.problems
 
+    def error(self) -> InputError:
+        """All problems in one error, one line each with its fix."""
+        return InputError("\n".join(f"{p.message} - {p.fix}" for p in self.problems))
+
     def as_json(self) -> dict[str, Any]:
         t = self.target
         return {
@@ -82,8 +88,8 @@ class Plan:
 
 
 def build_plan(recipe: Recipe, target: TargetInfo | None = None) -> Plan:
-    """Plans a run. What cannot work becomes a problem of the plan; a target that cannot be resolved raises "
-    "InputError."""
+    """Plans a run. What cannot work becomes a problem of the plan; a target that cannot be resolved raises
+    InputError."""
     target = target or resolve_target(recipe.target.path, remote_code=recipe.target.remote_code)
     run = RunDir(Path(recipe.run_dir))
     machine = this_machine(run.root)
@@ -98,7 +104,7 @@ def build_plan(recipe: Recipe, target: TargetInfo | None = None) -> Plan:
     states = _states(recipe, target, drafter, data)
     memory = training_memory(target, recipe, drafter, machine)
     one, kept = checkpoint_bytes(recipe, drafter)
-    problems += find_problems(recipe, target, drafter, machine, memory, states.disk_bytes, kept, run)
+    problems += find_problems(recipe, target, machine, memory, states.disk_bytes, kept, run)
     times = [] if data is None else _times(recipe, target, drafter, machine, run, data)
     return Plan(target, drafter, engine, machine, data, states, memory, one, kept, times, problems)
 

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from eyas.draft.sizes import misfits
+from eyas.export.limits import format_misfits
 from eyas.recipe import Recipe
-from eyas.report.costs import Drafter, TrainingMemory
+from eyas.report.costs import TrainingMemory
 from eyas.report.machine import Machine
 from eyas.rundir import RunDir
 from eyas.target.config_json import read_json_object
@@ -21,7 +23,6 @@ class Problem:
 def find_problems(
     recipe: Recipe,
     target: TargetInfo,
-    drafter: Drafter,
     machine: Machine,
     memory: TrainingMemory,
     states_bytes: int | None,
@@ -31,7 +32,7 @@ def find_problems(
     """Problems of target, draft, memory and disk. Only what surely fails is one: estimates do not stop a run."""
     return [
         *_target_problems(recipe, target),
-        *_draft_problems(recipe, target, drafter),
+        *_draft_problems(recipe, target),
         *_memory_problems(recipe, target, machine, memory),
         *_disk_problems(machine, states_bytes, checkpoint_bytes, run),
     ]
@@ -67,34 +68,11 @@ def _target_problems(recipe: Recipe, target: TargetInfo) -> list[Problem]:
     return found
 
 
-def _draft_problems(recipe: Recipe, target: TargetInfo, drafter: Drafter) -> list[Problem]:
-    found: list[Problem] = []
-    if recipe.draft.vocab_size > target.vocab_size:
-        found.append(
-            Problem(
-                f"draft.vocab_size is {recipe.draft.vocab_size:,}, but the target has only "
-                f"{target.vocab_size:,} tokens",
-                f"set draft.vocab_size to at most {target.vocab_size}",
-            )
-        )
-    aux, n = list(drafter.aux_layers), target.num_hidden_layers
-    if not aux or aux != sorted(set(aux)) or aux[0] < 1 or aux[-1] > n - 1:
-        whose = "the default" if recipe.draft.aux_layers is None else "draft.aux_layers"
-        found.append(
-            Problem(
-                f"draft.aux_layers: {whose} {aux} does not fit a target of {n} layers; expected different "
-                "numbers from 1 to "
-                f"{n - 1} in ascending order",
-                f"set draft.aux_layers, e.g. {sorted({1, max(1, n // 2), max(1, n - 1)})}",
-            )
-        )
-    if drafter.heads % drafter.key_value_heads:
-        found.append(
-            Problem(
-                f"draft.key_value_heads: {drafter.key_value_heads} does not divide the {drafter.heads} attention heads",
-                "set draft.key_value_heads to a divisor of draft.attention_heads",
-            )
-        )
+def _draft_problems(recipe: Recipe, target: TargetInfo) -> list[Problem]:
+    wrong = [*misfits(target, recipe.draft), *format_misfits(recipe, target)]
+    found = [Problem(e.message, e.fix or "correct it") for e in wrong]
+    if recipe.draft.from_ is not None:
+        found += _start_problems(Path(recipe.draft.from_), recipe.draft.norm_before_residual)
     if recipe.data.max_length > target.max_position_embeddings:
         found.append(
             Problem(
@@ -104,6 +82,28 @@ def _draft_problems(recipe: Recipe, target: TargetInfo, drafter: Drafter) -> lis
             )
         )
     return found
+
+
+def _start_problems(start: Path, wanted: bool) -> list[Problem]:
+    """Of `draft.from`: weights say nothing about where the residual is taken, so its config must."""
+    config = read_json_object(start / "config.json")
+    if config is None or not (start / "model.safetensors").is_file():
+        return [
+            Problem(
+                f"draft.from: {start} holds no drafter (config.json, model.safetensors)",
+                "name the directory of a drafter, e.g. RUN_DIR/drafter/vllm",
+            )
+        ]
+    found = config.get("norm_before_residual", False)  # absent: false, to speculators' class and to the engines
+    if found == wanted:
+        return []
+    return [
+        Problem(
+            f"draft.from: {start / 'config.json'} has norm_before_residual {str(found).lower()}, "
+            f"the recipe's drafter {str(wanted).lower()}",
+            f"set draft.norm_before_residual: {str(found).lower()}",
+        )
+    ]
 
 
 def _memory_problems(recipe: Recipe, target: TargetInfo, machine: Machine, memory: TrainingMemory) -> list[Problem]:

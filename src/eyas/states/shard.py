@@ -5,7 +5,8 @@ tensors   states      [rows, layers, hidden]   the residual stream after k layer
           tokens      [rows] int32             the token that each row's position consumed
           last_token  [samples] int32          the token after the last row: sampled, never consumed
 metadata  layers      JSON list of k, ascending; k = num_hidden_layers is the state before the final norm
-          requests    JSON list of {"request", "prompt", "missing_rows"}, one for each sample
+          requests    JSON list of {"request", "prompt", "missing_rows", "bad_rows"}, one for each sample: rows that are
+                      not the sample's own, and (if the engine's writer made it) rows that are no states at all
 
 The writer inside vLLM (eyas.engine.capture_connector) writes the same format without importing this module.
 """

@@ -10,8 +10,8 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"
 
 
 def locate(path_or_id: str, *, remote_code: bool = False) -> Path:
-    """The checkpoint's directory; a hub id is downloaded (or found in the local cache). InputError when "
-    "neither is there."""
+    """The checkpoint's directory; a hub id is downloaded (or found in the local cache). InputError when neither
+    is there."""
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path.resolve()
