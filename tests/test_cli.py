@@ -9,7 +9,20 @@ from typer.testing import CliRunner, Result
 
 from eyas.cli import app
 
-COMMANDS = ("run", "prepare", "harvest", "vocab", "train", "export", "verify", "demo", "plan", "report", "show samples")
+COMMANDS = (
+    "run",
+    "prepare",
+    "harvest",
+    "vocab",
+    "train",
+    "export",
+    "verify",
+    "demo",
+    "plan",
+    "doctor",
+    "report",
+    "show samples",
+)
 
 
 def invoke(*args: object) -> Result:
@@ -63,7 +76,7 @@ def test_a_stage_without_its_predecessor(tmp_path: Path, smollm2: Path) -> None:
     [
         (None, "p.jsonl"),
         ("", "p.jsonl"),
-        ('{"prompt": "a"}\n{"prompt": \n', "p.jsonl:2"),
+        ('{"prompt": "a"}\n{"prompt": \n', "p.jsonl, line 2: broken JSON"),
         ('{"what": 1}\n{"what": 2}\n', "p.jsonl"),
     ],
 )

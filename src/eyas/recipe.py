@@ -41,6 +41,9 @@ class DataPart(Part):
     )
     limit: int | None = Field(None, ge=2, description="use only this many conversations")
     max_length: int = Field(4096, ge=8, description="longest sample, in tokens of prompt and answer")
+    broken_rows: Literal["refuse", "drop"] = Field(
+        "refuse", description="rows that cannot even be parsed (a torn file?); drop: leave them out, counted"
+    )
 
 
 class SamplingPart(Part):
@@ -140,7 +143,7 @@ class Recipe(Part):
     states: StatesPart = Field(default_factory=StatesPart)  # type: ignore[arg-type]
     draft: DraftPart = Field(default_factory=DraftPart)  # type: ignore[arg-type]
     train: TrainPart = Field(default_factory=TrainPart)  # type: ignore[arg-type]
-    export: ExportPart = Field(default_factory=ExportPart)
+    export: ExportPart = Field(default_factory=ExportPart)  # type: ignore[arg-type]
     verify: VerifyPart = Field(default_factory=VerifyPart)  # type: ignore[arg-type]
 
     @model_validator(mode="after")

@@ -193,3 +193,11 @@ def test_columns_of_the_wrong_type(go: Any, tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": [1, 2]}), tmp_path / "p.parquet")
     with pytest.raises(InputError, match=r"2 x content is not text .first: p.parquet, row 1"):
         go(tmp_path / "p.parquet")
+
+
+def test_a_line_that_cannot_be_parsed_ends_the_job_unless_the_recipe_drops_it(go: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "p.jsonl", [*GOOD[:2], b'{"messages": [', *GOOD[2:]])
+    with pytest.raises(InputError, match=r"p.jsonl, line 3: broken JSON: .* at column \d+") as e:
+        go(path, broken_rows="refuse")
+    assert "data.broken_rows: drop" in (e.value.fix or "")
+    assert go(path, broken_rows="drop")[0]["dropped"] == {"broken JSON": 1}

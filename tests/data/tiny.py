@@ -69,7 +69,7 @@ def recipe(run_dir: Path, target: Path, prompts: list[Path], **data: Any) -> Rec
         {
             "run_dir": str(run_dir),
             "target": {"path": str(target)},
-            "data": {"prompts": [str(p) for p in prompts], "max_length": 400, **data},
+            "data": {"prompts": [str(p) for p in prompts], "max_length": 400, "broken_rows": "drop", **data},
             "engine": {"dtype": "float32", "sampling": sampling},
             "states": {"dtype": states},
         }

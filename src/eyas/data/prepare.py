@@ -83,6 +83,7 @@ class _Preparation:
     def __init__(self, recipe: Recipe, target: TargetInfo, render: Renderer, dropped: Dropped) -> None:
         self.keep = recipe.data.responses == "keep"
         self.limit = recipe.data.limit
+        self.refuse_broken = recipe.data.broken_rows == "refuse"
         # a kept conversation is served as a prompt, and the engine adds one token to it
         self.max_length = min(recipe.data.max_length, target.max_position_embeddings - self.keep)
         self.render, self.dropped = render, dropped
@@ -114,7 +115,13 @@ class _Preparation:
 
     def _understood(self, row: Row) -> _Pending | None:
         if row.broken is not None:
-            self.dropped.add("broken JSON" if ".json" in row.source else "broken row", row.place, row.broken)
+            kind = "broken JSON" if ".json" in row.source else "broken row"
+            if self.refuse_broken:
+                raise InputError(
+                    f"{row.place}: {kind}: {row.broken}",
+                    fix="correct or delete that row, or set data.broken_rows: drop to leave such rows out, counted",
+                )
+            self.dropped.add(kind, row.place, row.broken)
             return None
         try:
             conversation = read_row(row.value)
