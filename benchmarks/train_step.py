@@ -8,7 +8,8 @@ Measured for each shape, number of TTT steps and supervised share: forward + bac
 optimizer) in ms (median), peak memory, and the share of the card's measured bf16 matrix peak that the *needed*
 arithmetic reaches (eyas computes fewer rows; both are held to the same number of useful operations). speculators runs
 compiled, with its fused loss kept out of the graph where torch.compile rejects it (torch 2.11), and with its own
-default optimizer as well as AdamW.
+default optimizer as well as AdamW. The frozen matrices hold bf16 values, as most targets' do, so that eyas keeps them
+in bf16 (`hold_frozen_in`). With --profile, eyas' kernels of one forward + backward are listed by their share of time.
 """
 
 import argparse
@@ -104,6 +105,9 @@ def build(kind: type[Eagle3DraftModel], shape: Shape, device: torch.device) -> A
         model.t2d[: shape.draft_vocab] = True
     for frozen in (model.embed_tokens, model.lm_head, model.verifier_lm_head, model.verifier_norm):
         frozen.weight.requires_grad_(False)
+        frozen.weight.copy_(frozen.weight.bfloat16())
+    if isinstance(model, Eagle3Drafter) and device.type == "cuda":
+        model.hold_frozen_in(torch.bfloat16)
     return model.train()
 
 
@@ -117,11 +121,12 @@ def make_batch(shape: Shape, share: float, steps: int, device: torch.device) -> 
     documents = torch.cat([torch.full((x,), i) for i, x in enumerate(lengths)])
     mask = torch.cat([torch.arange(x) >= round(x * (1 - share)) for x in lengths])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    states = torch.Generator(device).manual_seed(1)
     return DraftBatch(
         input_ids=torch.randint(0, shape.vocab, (1, n), generator=generator),
         label_ids=torch.randint(0, shape.vocab, (1, n), generator=generator),
-        aux_states=torch.randn(1, n, 3 * shape.hidden, generator=generator).to(dtype),
-        last_states=torch.randn(1, n, shape.hidden, generator=generator).to(dtype),
+        aux_states=torch.randn(1, n, 3 * shape.hidden, generator=states, dtype=dtype, device=device),
+        last_states=torch.randn(1, n, shape.hidden, generator=states, dtype=dtype, device=device),
         document_ids=documents[None],
         position_ids=torch.cat([torch.arange(1, x + 1) for x in lengths])[None],
         label_mask=mask[None],
@@ -131,19 +136,21 @@ def make_batch(shape: Shape, share: float, steps: int, device: torch.device) -> 
 
 
 def useful_flops(shape: Shape, batch: DraftBatch) -> float:
-    """Matrix operations (forward and backward, 6 for each weight and row) that no exact method can leave out.
+    """Matrix operations (forward and backward, 6 for each weight and row) of the cheapest exact method that we know.
 
     Attention's own products, under 3 % at these shapes, are not counted.
     """
     h, q = shape.hidden, shape.heads * shape.head_dim
     kv = 2 * shape.kv_heads * shape.head_dim
-    rows = sum(x.numel() for x in batch.plan.rows)
-    later = sum(x.numel() for x in batch.plan.rows[1:])
+    needed = plan_steps(batch.document_ids[0].cpu(), batch.label_mask[0].cpu(), len(batch.plan.rows), nested=True)
+    rows = sum(x.numel() for x in needed.rows)
+    later = sum(x.numel() for x in needed.rows[1:])
     with_loss = float(batch.plan.counts.sum())
-    per_row = 2 * h * q + q * h + 3 * h * shape.mlp
-    whole = batch.tokens * (3 * h * h + 2 * h * kv)
+    per_row = h * q + q * h + 3 * h * shape.mlp
+    # the embeddings' half of q, k and v once for each token, not at every step; nor it nor fc pass a gradient on
+    ends = batch.tokens * (3 * h * h + h * kv) + needed.read.numel() * h * q
     head = with_loss * shape.draft_vocab * h * 4 + batch.supervised * shape.draft_vocab * h * 2  # frozen; teacher once
-    return 6 * (rows * per_row + later * 2 * h * kv + whole) + head
+    return 6 * (rows * per_row + (batch.tokens + later) * h * kv) + 4 * ends + head
 
 
 def ours(model: Eagle3Drafter, batch: DraftBatch, steps: int, device: torch.device) -> Callable[[], torch.Tensor]:
@@ -205,8 +212,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> None:
 def optimizers_of(side: str, model: Any) -> dict[str, list[torch.optim.Optimizer]]:
     """Each project's default and AdamW. speculators' command line defaults to Muon with AdamW for the rest."""
     if side == "eyas":
-        adamw: list[torch.optim.Optimizer] = [build_optimizer(model, TrainPart())]
-        return {"default": adamw, "adamw": adamw}
+        return {"default": [build_optimizer(model, TrainPart())]}
     from speculators.train.trainer import TrainerConfig
 
     def built(kind: Any) -> list[torch.optim.Optimizer]:
@@ -215,12 +221,38 @@ def optimizers_of(side: str, model: Any) -> dict[str, list[torch.optim.Optimizer
     return {"default": built("muon"), "adamw": built("adamw")}
 
 
-def measure(side: str, shape: Shape, share: float, steps: int, device: torch.device, repeats: int) -> dict[str, Any]:
+def kernel_shares(work: Callable[[], None], device: torch.device, top: int = 24) -> dict[str, float]:
+    """Kernel name (shortened) -> its share of the device's busy time in one run of `work`; largest first.
+
+    Beside them busy_ms, and span_ms from the first kernel's start to the last one's end.
+    """
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds if device.type == "cuda" else kinds[:1]) as profiler:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    times: dict[str, float] = {}
+    for event in profiler.key_averages():
+        spent = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        if spent > 0 and (device.type == "cpu" or event.device_type == torch.autograd.DeviceType.CUDA):
+            times[event.key[:100]] = times.get(event.key[:100], 0.0) + spent
+    spans = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    span = max((x.end for x in spans), default=0.0) - min((x.start for x in spans), default=0.0)
+    busy = sum(times.values())
+    largest = sorted(times.items(), key=lambda item: -item[1])[:top]
+    return {"busy_ms": busy / 1e3, "span_ms": span / 1e3, **{name: spent / busy for name, spent in largest}}
+
+
+def measure(
+    side: str, shape: Shape, share: float, steps: int, device: torch.device, repeats: int, *, profiled: bool
+) -> dict[str, Any]:
     kind, forward_of = (Eagle3Drafter, ours) if side == "eyas" else (Eagle3DraftModel, theirs)
     model = build(kind, shape, device)
     batch = make_batch(shape, share, steps, device)
     forward = forward_of(model, batch, steps, device)
     trained = [p for p in model.parameters() if p.requires_grad]
+
+    last: list[torch.Tensor] = []
 
     def forward_backward() -> None:
         for p in trained:
@@ -228,18 +260,22 @@ def measure(side: str, shape: Shape, share: float, steps: int, device: torch.dev
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = forward()
         loss.backward()
+        last[:] = [loss.detach()]
 
     started = time.perf_counter()
     forward_backward()
     found: dict[str, Any] = {"first_call_s": time.perf_counter() - started}
+    if not repeats:
+        return found
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     found["fwd_bwd_ms"] = timed(forward_backward, device, repeats)
     if device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        found["loss"] = float(forward())
+    found["loss"] = float(last[0])
     found["grad_norm"] = float(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]))
+    if profiled:
+        found["profile"] = kernel_shares(forward_backward, device)
     for name, optimizers in optimizers_of(side, model).items():
 
         def whole_step(optimizers: list[torch.optim.Optimizer] = optimizers) -> None:
@@ -251,13 +287,13 @@ def measure(side: str, shape: Shape, share: float, steps: int, device: torch.dev
         found[f"step_{name}_ms"] = timed(whole_step, device, repeats)
         for o in optimizers:
             o.state.clear()
+    found.setdefault("step_adamw_ms", found["step_default_ms"])  # AdamW is eyas' default
     found["useful_tflop"] = useful_flops(shape, batch) / 1e12
     return found
 
 
 def release(device: torch.device) -> None:
     gc.collect()
-    torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -292,39 +328,47 @@ def main() -> None:
     parser.add_argument("--ttt", nargs="+", type=int, default=[3, 7])
     parser.add_argument("--supervised", nargs="+", type=int, default=[25, 50, 100], help="percent")
     parser.add_argument("--sides", nargs="+", choices=["eyas", "speculators"], default=["eyas", "speculators"])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="list eyas' kernels by share of time")
+    parser.add_argument("--repeats", type=int, default=5, help="0: only compile, for a later run to find the kernels")
+    parser.add_argument("--commit", help="what the results name where git does not know it")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the JSON file")
     args = parser.parse_args()
     device = torch.device("cpu" if args.tiny else "cuda")
-    torch.set_float32_matmul_precision("high")
     shapes = ["tiny"] if args.tiny else args.shapes
     peak = matrix_peak(device)
     print(f"{machine(device)}, torch {torch.__version__}, matrix peak {peak:.1f} TFLOP/s", flush=True)
     measured: dict[str, dict[str, Any]] = {}
-    for name in shapes:
-        for steps in args.ttt:
+    for steps in args.ttt:
+        for name in shapes:
+            torch._dynamo.reset()  # each shape is compiled as in a run of its own; all shares use the same kernels
             for share in args.supervised:
                 for side in args.sides:
                     case = f"{side}/{name}/ttt{steps}/sup{share}"
                     try:
-                        measured[case] = measure(side, SHAPES[name], share / 100, steps, device, args.repeats)
+                        profiled = args.profile and side == "eyas"
+                        measured[case] = measure(
+                            side, SHAPES[name], share / 100, steps, device, args.repeats, profiled=profiled
+                        )
                     except (RuntimeError, torch.cuda.OutOfMemoryError) as e:
                         measured[case] = {"error": f"{type(e).__name__}: {str(e)[:300]}"}
                     release(device)
-                    print(case, {k: _short(v) for k, v in measured[case].items()}, flush=True)
-                write(args.out, device, measured, peak)
-    for key, value in ratios(measured, peak).items():
+                    print(case, {k: _short(v) for k, v in measured[case].items() if k != "profile"}, flush=True)
+                if args.repeats:
+                    write(args.out, device, measured, peak, args.commit)
+    for key, value in ratios(measured, peak).items() if args.repeats else ():
         print(f"{key:48s} {value:8.3f}")
 
 
-def write(directory: Path, device: torch.device, measured: dict[str, dict[str, Any]], peak: float) -> None:
+def write(
+    directory: Path, device: torch.device, measured: dict[str, dict[str, Any]], peak: float, given: str | None
+) -> None:
     """The results so far, so that a run that is cut short leaves what it measured."""
     directory.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     result = {
         "benchmark": "train_step",
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
+        "commit": commit.stdout.strip() if commit.returncode == 0 else given,
         "machine": machine(device),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "command": " ".join(["python", *sys.argv]),

@@ -28,9 +28,9 @@ def write_recipe(path: Path, target: Path, engine: dict[str, Any], **parts: dict
         "data": {"prompts": "prompts.jsonl", "holdout": 6, "max_length": 128, **parts.get("data", {})},
         "engine": {"dtype": "float32", "sampling": {"temperature": 0.0, "max_tokens": 32}, **engine},
         "states": {"dtype": "engine"},
-        "draft": {"vocab_size": 512, "aux_layers": [1, 2, 3]},
-        "train": {"epochs": 60, "tokens_per_batch": 256, "lr": 3.0e-3, **parts.get("train", {})},
-        "export": {"formats": ["vllm", "speculators"]},
+        "draft": {"vocab_size": 512, "aux_layers": [1, 2, 3], "norm_before_residual": False},  # as SGLang needs it
+        "train": {"epochs": 40, "tokens_per_batch": 256, "lr": 3.0e-3, **parts.get("train", {})},
+        "export": {"formats": ["vllm", "speculators", "sglang"]},
         "verify": {"speculative_tokens": 3},
     }
     file = path / "recipe.yaml"
@@ -51,7 +51,7 @@ def run(recipe: Path, *, python_path: Path | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_captured_trained_and_served(tmp_path: Path) -> None:
     target = kimi_k25(tmp_path / "kimi")
     engine = {
@@ -70,11 +70,16 @@ def test_captured_trained_and_served(tmp_path: Path) -> None:
     for group in ("seen", "held_out"):
         served = verified[group]
         assert served["drafts"] > 0
-        assert abs(served["acceptance_length"] - served["predicted_acceptance_length"]) <= 0.05
+        assert (
+            abs(served["acceptance_length"] - served["predicted_acceptance_length"]) <= 0.01
+        )  # float32: drafts are the same
     assert verified["seen"]["acceptance_length"] > 2.0
     directory = RunDir(tmp_path / "run")
     config = json.loads((directory.drafter / "vllm/config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert config["norm_before_residual"] is False
+    for_sglang = json.loads((directory.drafter / "sglang/config.json").read_text())
+    assert for_sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert (config["hidden_size"], config["head_dim"], config["vocab_size"]) == (128, 32, 1024)
 
 

@@ -53,6 +53,7 @@ def test_overrides(tmp_path: Path) -> None:
         ({"data": {"prompts": []}}, "data.prompts: List should have at least 1 item"),
         ({"train": {"optimizer": "sgd"}}, "train.optimizer: Input should be 'adamw' or 'muon', found 'sgd'"),
         ({"data": {"prompts": "p", "max_length": 64}}, "engine.sampling.max_tokens (2048) leaves no room for a prompt"),
+        ({"engine": {"args": {"trust-remote-code": True}}}, "set target.remote_code instead"),
         ({"train": 3}, "train: Input should be"),
         ({"train": {"loss": "nope"}}, "train.loss"),
     ],
@@ -87,3 +88,9 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_bad_overrides(tmp_path: Path, text: str) -> None:
     with pytest.raises(InputError, match="--set"):
         load_recipe(write(tmp_path, GOOD), [text])
+
+
+def test_remote_code_reaches_the_server_only_when_allowed(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, GOOD)).server.args == {}
+    allowed = load_recipe(write(tmp_path, {**GOOD, "target": {"path": "m", "remote_code": True}}))
+    assert allowed.server.args == {"trust-remote-code": True}

@@ -138,6 +138,31 @@ def plan(recipe: RecipeArg, set_: SetOpt = None, limit: LimitOpt = None, as_json
             raise typer.Exit(InputError.exit_code)
 
 
+@app.command(epilog="Examples:  `eyas doctor`  ·  `eyas doctor my.yaml --engine`  ·  `eyas doctor --json`")
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe: looks at its engine and run directory.")] = None,
+    engine: Annotated[bool, typer.Option("--engine", help="Also start the recipe's engine and ask it.")] = False,
+    set_: SetOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Is the installation sound? Versions, vLLM, GPU, memory, disk, and a self-test of the numerics."""
+    with _reported(as_json):
+        from rich.console import Console
+
+        from eyas.progress import Progress
+        from eyas.report.doctor import examine, print_checks
+
+        made = None if recipe is None else _load(recipe, set_, None)
+        checks = examine(made, engine=engine, progress=Progress())
+        ok = all(c.ok for c in checks)
+        if as_json:
+            print(json.dumps({"ok": ok, "checks": [asdict(c) for c in checks]}, indent=2))
+        else:
+            print_checks(checks, Console())
+        if not ok:
+            raise typer.Exit(EyasError.exit_code)
+
+
 show_app = typer.Typer(help="Look into a run directory.", no_args_is_help=True)
 app.add_typer(show_app, name="show")
 
@@ -201,7 +226,7 @@ def _stages(recipe: "Recipe", first: str, last: str, as_json: bool, quiet: bool)
     target = resolve_target(recipe.target.path, remote_code=recipe.target.remote_code)
     made = build_plan(recipe, target)
     if not made.ok:
-        raise InputError("\n".join(p.message for p in made.problems), fix="; ".join(p.fix for p in made.problems))
+        raise made.error()
     this = Run(recipe, target, RunDir(Path(recipe.run_dir)), progress)
     try:
         records = run_stages(this, first, last)
@@ -227,8 +252,11 @@ def _summary(this: "Run", records: dict[str, Any], last: str, as_json: bool) -> 
         print(json.dumps({"run_dir": str(this.dir.root), "stages": stages, "verify": verified, "proofs": proofs}))
     elif verified:
         most = verified["num_speculative_tokens"] + 1
+        served = verified["mode"] == "served"
+        key, what = ("acceptance_length", "") if served else ("predicted_acceptance_length", "predicted ")
         for group, name in (("seen", "seen"), ("held_out", "held-out")):
-            print(f"acceptance length, {name} prompts: {verified[group]['acceptance_length']:.2f} of {most}")
+            if verified[group] is not None:
+                print(f"{what}acceptance length, {name} prompts: {verified[group][key]:.2f} of {most}")
         print(f"drafter: {this.dir.drafter / 'vllm'}\nreport: {this.dir.report_html}")
 
 

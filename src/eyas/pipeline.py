@@ -201,6 +201,9 @@ def _dump(part: Any, *without: str) -> dict[str, Any]:
     return dict(part.model_dump(mode="json", by_alias=True, exclude=set(without)))
 
 
+ANSWERS = ("samples_per_prompt", "cut_answers", "repetitive_answers")
+"""keys of the recipe's data section that only the harvest reads"""
+
 # The harvest keeps what it has when only the set of conversations changed: it resumes by sample id, and throws away
 # by itself what was harvested under another identity (eyas.data.harvest). So its outputs are not cleared here.
 STAGES = (
@@ -208,8 +211,8 @@ STAGES = (
         "prepare",
         lambda r: {
             "target": r.target.fingerprint,
-            "data": _dump(r.recipe.data, "prompts"),
-            "prompts": prompts_fingerprint(r.recipe.data.prompts),
+            "data": _dump(r.recipe.data, "prompts", *ANSWERS),
+            "prompts": prompts_fingerprint(r.recipe.data.sources),
             "max_tokens": r.recipe.engine.sampling.max_tokens,
         },
         _prepare,
@@ -219,6 +222,7 @@ STAGES = (
         "harvest",
         lambda r: {
             "sampling": _dump(r.recipe.engine.sampling),
+            "answers": [getattr(r.recipe.data, key) for key in ANSWERS],
             "engine": [r.recipe.engine.kind, r.recipe.engine.dtype],
             "states": r.recipe.states.dtype,
             "layers": r.layers,

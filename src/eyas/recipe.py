@@ -7,14 +7,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from eyas.errors import InputError
 from eyas.files import fingerprint
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | dict) else value
 
 
 class Part(BaseModel):
@@ -28,10 +37,29 @@ class TargetPart(Part):
     remote_code: bool = Field(False, description="allow the checkpoint's own Python code")
 
 
+class PromptSource(Part):
+    """One source of conversations.
+
+    With `data.limit`, the sources' shares of the conversations are as their weights, until one has no more. Without a
+    limit every conversation of every source is used, once, whatever the weights.
+    """
+
+    path: str = Field(min_length=1, description="file, directory or dataset id")
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False, description="share of data.limit, beside the other sources'")
+
+
+def _prompts_kind(value: Any) -> str:
+    return "source" if isinstance(value, dict | PromptSource) else "path"
+
+
+Prompts = Annotated[Annotated[str, Tag("path")] | Annotated[PromptSource, Tag("source")], Discriminator(_prompts_kind)]
+
+
 class DataPart(Part):
-    prompts: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+    prompts: Annotated[list[Prompts], BeforeValidator(_as_list)] = Field(
         min_length=1,
-        description="files, directories or dataset ids; relative paths start at the recipe's folder",
+        description="files, directories or dataset ids, each a path or {path: ..., weight: 2.0}; relative paths start "
+        "at the recipe's folder",
     )
     responses: Literal["regenerate", "keep"] = Field(
         "regenerate", description="regenerate: the target answers every prompt; keep: the file's own answers"
@@ -44,6 +72,19 @@ class DataPart(Part):
     broken_rows: Literal["refuse", "drop"] = Field(
         "refuse", description="rows that cannot even be parsed (a torn file?); drop: leave them out, counted"
     )
+    samples_per_prompt: int = Field(
+        1, ge=1, le=1024, description="answers to each prompt, with the seeds sampling.seed, sampling.seed + 1, ..."
+    )
+    cut_answers: Literal["keep", "drop"] = Field(
+        "keep", description="answers that ended at engine.sampling.max_tokens or data.max_length"
+    )
+    repetitive_answers: Literal["keep", "drop"] = Field(
+        "keep", description="answers that end in a loop (eyas.data.repetition), also those that were cut in it"
+    )
+
+    @property
+    def sources(self) -> list[PromptSource]:
+        return [p if isinstance(p, PromptSource) else PromptSource(path=p, weight=1.0) for p in self.prompts]
 
 
 class SamplingPart(Part):
@@ -74,9 +115,7 @@ class EnginePart(Part):
 
 class StatesPart(Part):
     dtype: Literal["engine", "bf16", "f32"] = Field("bf16", description="stored precision; engine: as captured")
-    window: int | None = Field(
-        None, ge=1, description="keep at most this many samples' states at once (None: all of them)"
-    )
+    window: int | None = Field(None, ge=1, description="not built yet: all states are kept, only null is accepted")
 
 
 class DraftPart(Part):
@@ -146,12 +185,42 @@ class Recipe(Part):
     export: ExportPart = Field(default_factory=ExportPart)  # type: ignore[arg-type]
     verify: VerifyPart = Field(default_factory=VerifyPart)  # type: ignore[arg-type]
 
+    @property
+    def server(self) -> EnginePart:
+        """The engine part with the leave to run the checkpoint's own code, where the recipe gives it."""
+        if not self.target.remote_code:
+            return self.engine
+        return self.engine.model_copy(update={"args": {**self.engine.args, "trust-remote-code": True}})
+
+    @model_validator(mode="after")
+    def _code_is_allowed_in_one_place(self) -> "Recipe":
+        if {"trust-remote-code", "trust_remote_code"} & self.engine.args.keys():
+            raise ValueError("engine.args.trust-remote-code: set target.remote_code instead, which covers every stage")
+        return self
+
     @model_validator(mode="after")
     def _answers_fit(self) -> "Recipe":
         if self.data.responses == "regenerate" and self.engine.sampling.max_tokens >= self.data.max_length:
             raise ValueError(
                 f"engine.sampling.max_tokens ({self.engine.sampling.max_tokens}) leaves no room for a prompt within "
                 f"data.max_length ({self.data.max_length}); lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _answers_are_given(self) -> "Recipe":
+        data = self.data
+        if data.responses == "keep":
+            for key, plain in (("samples_per_prompt", 1), ("cut_answers", "keep"), ("repetitive_answers", "keep")):
+                if (found := getattr(data, key)) != plain:
+                    raise ValueError(
+                        f"data.{key}: {found} is about answers that the target gives; data.responses: keep takes the "
+                        f"file's own - leave it out, or set data.responses: regenerate"
+                    )
+        if data.samples_per_prompt > 1 and self.engine.sampling.temperature == 0:
+            raise ValueError(
+                f"data.samples_per_prompt: {data.samples_per_prompt} at engine.sampling.temperature: 0 gives the same "
+                "answer every time - set a temperature above 0, or samples_per_prompt: 1"
             )
         return self
 
@@ -210,7 +279,7 @@ def _override(raw: dict[Any, Any], text: str) -> None:
 
 
 def _explain(path: Path, err: Any) -> str:
-    loc = [str(x) for x in err["loc"]]
+    loc = [str(x) for i, x in enumerate(err["loc"]) if i == 0 or not isinstance(err["loc"][i - 1], int)]
     key = ".".join(loc)
     if err["type"] == "extra_forbidden":
         known = _keys_at(err["loc"][:-1])
@@ -226,14 +295,20 @@ def _explain(path: Path, err: Any) -> str:
 def _keys_at(loc: tuple[Any, ...]) -> list[str]:
     model: Any = Recipe
     for name in loc:
-        field = next(f for n, f in model.model_fields.items() if name in (n, f.alias))
-        model = _model_of(field.annotation)
+        field = next((f for n, f in model.model_fields.items() if name in (n, f.alias)), None)
+        if field is not None:  # else: the place in a list, or the kind of its entry
+            model = _model_of(field.annotation)
     return [f.alias or n for n, f in model.model_fields.items()]
 
 
 def _model_of(annotation: Any) -> Any:
-    if get_origin(annotation) in (Union, types.UnionType):
-        return next(a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel))
+    """The model inside an annotation: of a list's entries, of a union's members."""
+    origin = get_origin(annotation)
+    if origin in (Annotated, list):
+        return _model_of(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        models = [_model_of(a) for a in get_args(annotation)]
+        return next(m for m in models if isinstance(m, type) and issubclass(m, BaseModel))
     return annotation
 
 
@@ -242,13 +317,16 @@ def _with_paths_resolved(recipe: Recipe, base: Path) -> Recipe:
         beside = base / p
         return str(beside.resolve()) if not Path(p).is_absolute() and beside.exists() else p
 
+    def of(p: str | PromptSource) -> str | PromptSource:
+        return resolve(p) if isinstance(p, str) else p.model_copy(update={"path": resolve(p.path)})
+
     draft = recipe.draft
     if draft.from_ is not None:
         draft = draft.model_copy(update={"from_": resolve(draft.from_)})
     return recipe.model_copy(
         update={
             "target": recipe.target.model_copy(update={"path": resolve(recipe.target.path)}),
-            "data": recipe.data.model_copy(update={"prompts": [resolve(p) for p in recipe.data.prompts]}),
+            "data": recipe.data.model_copy(update={"prompts": [of(p) for p in recipe.data.prompts]}),
             "draft": draft,
         }
     )

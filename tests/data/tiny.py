@@ -64,7 +64,7 @@ def make_tiny(directory: Path, *, template: str = CHATML) -> Path:
 
 def recipe(run_dir: Path, target: Path, prompts: list[Path], **data: Any) -> Recipe:
     states = data.pop("states", "engine")
-    sampling = {"max_tokens": data.pop("max_tokens", 6), "temperature": 0.0}
+    sampling = {"max_tokens": data.pop("max_tokens", 6), "temperature": data.pop("temperature", 0.0)}
     return Recipe.model_validate(
         {
             "run_dir": str(run_dir),
@@ -100,6 +100,7 @@ class TinyEngine:
         self.spoil, self.lose, self.pause, self.tag, self.stop_after = spoil, lose, pause, tag, stop_after
         self.asked: list[Request] = []
         self.opened = 0
+        self.temperature = 0.0
 
     def __enter__(self) -> "TinyEngine":
         self.opened += 1
@@ -109,6 +110,7 @@ class TinyEngine:
         pass
 
     def generate(self, requests: Iterable[Request], sampling: SamplingPart) -> Iterator[Completion]:
+        self.temperature = sampling.temperature
         requests = iter(requests)
         while batch := list(itertools.islice(requests, self.per_shard)):
             yield from self._shard(batch)
@@ -138,10 +140,15 @@ class TinyEngine:
     @torch.no_grad()
     def _answer(self, request: Request) -> tuple[list[int], list[float], list[float] | None, torch.Tensor]:
         ids, output = list(request.prompt_ids), list[int]()
+        draw = torch.Generator().manual_seed(request.seed or 0)
         for _ in range(request.max_tokens):
             logits = self.model(torch.tensor([ids])).logits[0, -1]
             stop = len(output) + 1 == self.stop_after(request)
-            output.append(self.model.config.eos_token_id if stop else int(logits.argmax()))
+            if self.temperature == 0:
+                token = int(logits.argmax())
+            else:
+                token = int(torch.multinomial(torch.softmax(logits / self.temperature, -1), 1, generator=draw))
+            output.append(self.model.config.eos_token_id if stop else token)
             ids.append(output[-1])
             if output[-1] == self.model.config.eos_token_id:
                 break

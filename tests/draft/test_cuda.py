@@ -37,3 +37,16 @@ def test_gpu_equals_cpu_in_float32(steps: int, layers: int, eagle31: bool, bf16:
     print(f"loss {abs(loss.item() / truth.item() - 1):.1e}, worst gradient {worst:.1e}")
     assert loss.item() == pytest.approx(truth.item(), rel=2e-2 if bf16 else 1e-5)
     assert worst < (6e-2 if bf16 else 1e-4)
+
+
+def test_packs_of_other_sizes_compile_nothing_new() -> None:
+    model = small_drafter(small_config()).to(CUDA)
+    losses = loss_config("kl_div", CUDA)
+    graphs = []
+    for lengths in ((300, 260), (500, 90, 700), (2000,), (400, 900)):
+        supervised = [torch.arange(n) >= n // 2 for n in lengths]
+        padding = 4096 - sum(lengths)  # packs have one size, their supervised rows vary
+        batch = batch_of(supervised, 3, padding=padding, nested=False).to(CUDA)
+        model(batch, losses).loss.backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[-2], graphs

@@ -21,6 +21,11 @@ def some_rows(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(n, L, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def three(*numbers: int) -> list[np.ndarray]:
+    """Owner, position and token of one row."""
+    return [np.array([x]) for x in numbers]
+
+
 def no_bad(n: int) -> np.ndarray:
     return np.zeros(n, dtype=bool)
 
@@ -33,7 +38,8 @@ def test_bad_rows_are_those_with_a_zero_layer_or_a_value_that_is_not_finite(dtyp
     rows[3, 1, 0] = -torch.inf
     rows[4, 0] = 0
     rows[4, 0, 0] = -1e-6  # tiny is not zero
-    assert bad_rows(rows).tolist() == [False, True, True, True, False, False]
+    rows[5, 1] = torch.tensor([2.5, -2.5]).repeat(H // 2)
+    assert bad_rows(rows).tolist() == [False, True, True, True, False, True]
 
 
 def test_arena_gives_back_rows_by_position_whatever_the_order_of_steps() -> None:
@@ -48,11 +54,11 @@ def test_arena_gives_back_rows_by_position_whatever_the_order_of_steps() -> None
         owner = np.repeat(np.arange(len(live)), counts)
         position = np.concatenate([np.arange(done[r], done[r] + c) for r, c in zip(live, counts, strict=True)])
         rows = torch.cat([want[r][done[r] : done[r] + c] for r, c in zip(live, counts, strict=True)])
-        arena.put(live, owner, position, rows, no_bad(len(rows)))
+        arena.put(live, owner, position, position, rows, no_bad(len(rows)))
         for r, c in zip(live, counts, strict=True):
             done[r] += c
     for r, n in lengths.items():
-        taken = arena.take(r, n)
+        taken = arena.take(r, np.arange(n))
         assert (taken.missing, taken.bad) == (0, 0)
         assert torch.equal(torch.cat(arena.pieces(taken)), want[r])
         arena.release(taken.pages)
@@ -62,16 +68,16 @@ def test_arena_gives_back_rows_by_position_whatever_the_order_of_steps() -> None
 def test_arena_counts_missing_rows_and_keeps_the_later_of_two_rows_and_cuts_what_ran_past_the_end() -> None:
     arena = Arena(L, H, torch.bfloat16, limit_bytes=1 << 20)
     first, again = some_rows(200, 1, torch.bfloat16), some_rows(50, 2, torch.bfloat16)
-    arena.put(["a"], np.zeros(200, dtype=np.int64), np.arange(200), first, no_bad(200))
+    arena.put(["a"], np.zeros(200, dtype=np.int64), np.arange(200), np.arange(200), first, no_bad(200))
     bad = no_bad(50)
     bad[7] = True
-    arena.put(["a"], np.zeros(50, dtype=np.int64), np.arange(10, 60), again, bad)
-    taken = arena.take("a", 150)
+    arena.put(["a"], np.zeros(50, dtype=np.int64), np.arange(10, 60), np.arange(10, 60), again, bad)
+    taken = arena.take("a", np.arange(150))
     assert (taken.missing, taken.bad) == (0, 1)
     assert torch.equal(torch.cat(arena.pieces(taken)), torch.cat([first[:10], again, first[60:150]]))
     arena.release(taken.pages)
-    arena.put(["b"], np.zeros(10, dtype=np.int64), np.arange(90, 100), again[:10], no_bad(10))
-    taken = arena.take("b", 103)
+    arena.put(["b"], np.zeros(10, dtype=np.int64), np.arange(90, 100), np.full(10, -1), again[:10], no_bad(10))
+    taken = arena.take("b", np.arange(103))
     assert taken.missing == 93
     states = torch.cat(arena.pieces(taken))
     assert torch.equal(states[90:100], again[:10])
@@ -79,15 +85,32 @@ def test_arena_counts_missing_rows_and_keeps_the_later_of_two_rows_and_cuts_what
     assert not states[100:].any()  # nothing of another request's, though the pages are used ones
 
 
+def test_rows_of_other_tokens_and_rows_that_repeat_the_one_before_are_counted_as_missing() -> None:
+    arena = Arena(L, H, torch.bfloat16, limit_bytes=1 << 20)
+    rows = some_rows(8, dtype=torch.bfloat16)
+    rows[3] = rows[2]  # the buffer was not refreshed
+    rows[6] = rows[5]  # the same token at the start of a text: rightly the same state
+    tokens = np.array([5, 6, 7, 8, 9, 1, 1, 2])
+    arena.put(["a"], np.zeros(8, dtype=np.int64), np.arange(8), tokens, rows, no_bad(8))
+    taken = arena.take("a", tokens.astype(np.int32))
+    assert (taken.missing, taken.bad) == (1, 0)
+    arena.release(taken.pages)
+    other = tokens.copy()
+    other[[0, 4]] = 77  # rows of another request
+    other[5] = -1  # unknown: the model was given embeddings
+    arena.put(["a"], np.zeros(8, dtype=np.int64), np.arange(8), other, some_rows(8, dtype=torch.bfloat16), no_bad(8))
+    assert arena.take("a", tokens).missing == 2
+
+
 def test_arena_full_is_an_error_that_says_what_to_do_and_dropping_makes_room() -> None:
     arena = Arena(L, H, torch.float32, limit_bytes=2 * PAGE * L * H * 4)
     rows = some_rows(PAGE)
     for name in ("a", "b"):
-        arena.put([name], np.zeros(PAGE, dtype=np.int64), np.arange(PAGE), rows, no_bad(PAGE))
+        arena.put([name], np.zeros(PAGE, dtype=np.int64), np.arange(PAGE), np.arange(PAGE), rows, no_bad(PAGE))
     with pytest.raises(ArenaFull, match="raise arena_gb"):
-        arena.put(["c"], np.zeros(1, dtype=np.int64), np.arange(1), rows[:1], no_bad(1))
+        arena.put(["c"], *three(0, 0, 0), rows[:1], no_bad(1))
     arena.drop("a")
-    arena.put(["c"], np.zeros(1, dtype=np.int64), np.arange(1), rows[:1], no_bad(1))
+    arena.put(["c"], *three(0, 0, 0), rows[:1], no_bad(1))
 
 
 def test_rows_by_name_trust_the_models_positions_over_the_schedulers() -> None:
@@ -114,6 +137,7 @@ class FakeTap:
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows, self.positions, self.layers = rows, torch.full((len(rows),), -1), (1, 2, 3)
+        self.tokens = torch.full((len(rows),), -1)
 
 
 def test_filer_writes_shards_that_shard_reads_with_bad_and_missing_rows_counted(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """The real vLLM with eyas's capture, against transformers in float32. One server for all tests of this file."""
 
+import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -29,7 +33,7 @@ def vllm(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vl
     # a small step budget and a small cache: prefills are chunked and running requests preempted
     part = EnginePart(  # type: ignore[call-arg]
         dtype="float32",
-        concurrency=32,
+        concurrency=64,
         args={
             "max-num-batched-tokens": 96,
             "block-size": 32,
@@ -66,14 +70,14 @@ def hf(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HfEn
         yield engine
 
 
-def some_requests(n: int, shared: int = 0) -> list[Request]:
+def some_requests(n: int, shared: int = 0, longest: int = 90, new: int = 8) -> list[Request]:
     g = torch.Generator().manual_seed(1)
     prefix = torch.randint(20, 40000, (shared,), generator=g).tolist()
     return [
         Request(
             f"c{i}",
-            prefix + torch.randint(20, 40000, (1 + 13 * i % 90,), generator=g).tolist(),
-            1 if i % 6 == 5 else 8 + i % 7,
+            prefix + torch.randint(20, 40000, (1 + 13 * i % longest,), generator=g).tolist(),
+            1 if i % 6 == 5 else new + i % 7,
             prompt_logprobs=i % 5 == 2,
         )
         for i in range(n)
@@ -140,18 +144,90 @@ def test_mixed_requests_captured_and_not(vllm: VllmEngine, hf: HfEngine) -> None
     assert {a.finish_reason for a in answers} <= {"length", "stop"}
 
 
-def test_chunked_prefill_shared_prefixes_and_preemption_change_nothing(vllm: VllmEngine, hf: HfEngine) -> None:
+async def cut_off(url: str, key: str, prompts: list[list[int]]) -> int:
+    """Capturing requests that their clients give up on, one after another."""
+    cut = 0
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}) as client:
+        for ids in prompts:
+            body = {"model": "target", "prompt": ids, "max_tokens": 400, "ignore_eos": True}
+            body["kv_transfer_params"] = {"capture": True}
+            try:
+                await client.post("/v1/completions", json=body, timeout=1.0)
+            except httpx.ReadTimeout:
+                cut += 1
+    return cut
+
+
+def test_everything_at_once_equals_one_at_a_time(vllm: VllmEngine, hf: HfEngine) -> None:
+    """64 in flight, a KV cache for ten of them, steps of 96 tokens, shared prefixes, aborts: every sample is right."""
+    assert vllm.server is not None
     before = preemptions(vllm)
-    requests = some_requests(20, shared=90)
+    requests = some_requests(64, shared=40, longest=24, new=26)
+    cut: list[int] = []
+    prefix = requests[0].prompt_ids[:40]
+    server = vllm.server
+    assert server.key is not None
+    aborted = [[*prefix, 7, i] for i in range(8)]
+    url, key = server.url, server.key
+    thread = threading.Thread(target=lambda: cut.append(asyncio.run(cut_off(url, key, aborted))))
+    thread.start()
     together = {a.id: a for a in vllm.generate(requests, GREEDY)}
+    thread.join()
+    assert cut[0] >= 4
     assert preemptions(vllm) > before
-    for request in requests[:6]:
+    assert set(together) == {r.id for r in requests}
+    for request in requests:
         check(request, together[request.id], hf)
-    for request in requests[8::8]:
+    for request in requests[5::12]:
         (alone,) = vllm.generate([request], GREEDY)
         assert alone.output_ids == together[request.id].output_ids
         a, b = sample_of(alone).states, sample_of(together[request.id]).states
         assert ((a - b).norm(dim=-1) / a.norm(dim=-1)).max() < 1e-4
+
+
+def post(vllm: VllmEngine, **body: Any) -> dict[str, Any]:
+    assert vllm.server is not None
+    headers = {"Authorization": f"Bearer {vllm.server.key}"}
+    body = {"model": "target", "kv_transfer_params": {"capture": True}, "return_token_ids": True, **body}
+    reply = httpx.post(f"{vllm.server.url}/v1/completions", headers=headers, json=body, timeout=120)
+    return dict(reply.raise_for_status().json())
+
+
+def shard_of(told: dict[str, Any]) -> Shard:
+    path, end = Path(told["path"]), time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return Shard(path)
+
+
+def test_a_stop_string_leaves_no_states_and_a_stop_token_id_leaves_all(vllm: VllmEngine, hf: HfEngine) -> None:
+    (greedy,) = vllm.generate([Request("a", [50, 60, 70], 12)], GREEDY)
+    text = post(vllm, prompt=[50, 60, 70], max_tokens=12, temperature=0.0)["choices"][0]["text"]
+    stopped = post(vllm, prompt=[50, 60, 70], max_tokens=12, temperature=0.0, stop=[text[4:8]])
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped.get("kv_transfer_params") is None  # the client refuses such a reply
+    stop = greedy.output_ids[3]
+    reply = post(vllm, prompt=[50, 60, 70], max_tokens=12, temperature=0.0, stop_token_ids=[stop])
+    told, choice = reply["kv_transfer_params"]["capture"], reply["choices"][0]
+    first = greedy.output_ids.index(stop)
+    assert choice["token_ids"] == greedy.output_ids[: first + 1]
+    sample = shard_of(told).sample(told["index"])
+    assert sample.tokens.tolist() == [50, 60, 70, *choice["token_ids"]]
+    states, _ = hf.forward(sample.tokens[:-1].tolist())
+    assert ((sample.states - states).norm(dim=-1) / states.norm(dim=-1)).max() < 1e-4
+
+
+def test_several_answers_to_one_prompt_give_the_states_of_one_whole_answer(vllm: VllmEngine, hf: HfEngine) -> None:
+    reply = post(vllm, prompt=[50, 60, 70], max_tokens=9, temperature=1.0, seed=3, n=3)
+    told = reply["kv_transfer_params"]["capture"]
+    sample = shard_of(told).sample(told["index"])
+    answers = [c["token_ids"] for c in reply["choices"]]
+    assert len({tuple(a) for a in answers}) == 3
+    assert sample.tokens.tolist()[3:] in answers
+    assert sample.missing_rows == 0
+    states, _ = hf.forward(sample.tokens[:-1].tolist())
+    assert ((sample.states - states).norm(dim=-1) / states.norm(dim=-1)).max() < 1e-4
 
 
 def test_both_engines_agree(vllm: VllmEngine, hf: HfEngine) -> None:

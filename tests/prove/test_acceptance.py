@@ -3,47 +3,43 @@
 import pytest
 import torch
 
-from eyas.prove.acceptance import Draft, Sequence, count, walk
+from eyas.prove.acceptance import Acceptance, Sequence, walk
 
 
-def sequence(answer: list[int], *, prompt: int = 3, stopped: bool = False) -> Sequence:
-    return Sequence(torch.tensor([9] * prompt + answer), prompt, torch.zeros(prompt + len(answer) - 1, 1), stopped)
+def sequence(answer: list[int], *, prompt: int = 3, asked: int | None = None) -> Sequence:
+    states = torch.zeros(prompt + len(answer) - 1, 1)
+    return Sequence(torch.tensor([9] * prompt + answer), prompt, states, asked or len(answer))
 
 
 def test_walk_jumps_by_accepted_plus_one() -> None:
     # answer 1 2 3 4 5 6 7; proposals after each token, K = 2
     proposed = torch.tensor([[2, 3], [0, 0], [0, 0], [0, 6], [6, 0], [0, 0]])
-    drafts = list(walk(proposed, sequence([1, 2, 3, 4, 5, 6, 7])))
     # after 1: both accepted, the target adds 4; after 4: none, the target adds 5; after 5: 6 accepted, it adds 7
-    assert drafts == [Draft(2, 2, False), Draft(0, 2, False), Draft(1, 2, False)]
-    sums = count(drafts, 2)
-    assert sums.drafts == 3
-    assert sums.accepted_per_position == [2, 1]
-    assert sums.beyond_end == [0.0, 0.0]
+    assert list(walk(proposed, sequence([1, 2, 3, 4, 5, 6, 7]))) == [2, 0, 1]
+
+
+def test_rates_are_sums_over_drafts() -> None:
+    sums = Acceptance(3, [2, 1])
     assert sums.rate_per_position == pytest.approx([2 / 3, 1 / 3])
     assert sums.acceptance_length == pytest.approx(2.0)
+    none = Acceptance(0, [0, 0, 0])
+    assert (none.acceptance_length, none.rate_per_position) == (1.0, [0.0] * 3)
 
 
 def test_right_token_after_a_wrong_one_is_not_accepted() -> None:
-    drafts = list(walk(torch.tensor([[0, 3], [3, 0]]), sequence([1, 2, 3])))
-    assert drafts == [Draft(0, 2, False), Draft(1, 1, False)]
+    assert list(walk(torch.tensor([[0, 3], [3, 0]]), sequence([1, 2, 3]))) == [0, 1]
 
 
 def test_one_token_answers_draft_nothing() -> None:
     assert list(walk(torch.empty(0, 3, dtype=torch.long), sequence([1]))) == []
-    none = count([], 3)
-    assert (none.drafts, none.acceptance_length, none.rate_per_position) == (0, 1.0, [0.0] * 3)
 
 
-def test_beyond_the_end_by_length_is_estimated_and_after_a_stop_token_is_none() -> None:
-    # position 0 accepted 3 of 4; position 1 judged in 2 drafts that reached it (the last one is cut), accepted in 1
-    drafts = [Draft(2, 2, False), Draft(1, 2, False), Draft(0, 2, False), Draft(1, 1, False)]
-    cut = count(drafts, 2)
-    assert cut.accepted_per_position == [3, 1]
-    assert cut.beyond_end == pytest.approx([0.0, 0.5])
-    assert cut.acceptance_length == pytest.approx(1 + 4.5 / 4)
-    stopped = count([*drafts[:3], Draft(1, 1, True)], 2)
-    assert stopped.acceptance_length == pytest.approx(2.0)
+def test_the_last_draft_is_judged_by_tokens_that_are_not_asked_for() -> None:
+    # 1 2 3 asked for, 4 5 known beyond: the draft after 2 is judged as the engine does, over the end
+    proposed = torch.tensor([[0, 0, 0], [3, 4, 0]])
+    assert list(walk(proposed, sequence([1, 2, 3, 4, 5], asked=3))) == [0, 2]
+    # after a stop token nothing is known, and nothing taken as accepted
+    assert list(walk(proposed, sequence([1, 2, 3]))) == [0, 1]
 
 
 class _Oracle:
@@ -64,7 +60,7 @@ def test_perfect_drafter_is_aligned() -> None:
     from eyas.prove.acceptance import predict_acceptance
 
     n = 14
-    sample = Sequence(100 + torch.arange(n), 5, torch.arange(n - 1.0)[:, None], stopped=True)
+    sample = Sequence(100 + torch.arange(n), 5, torch.arange(n - 1.0)[:, None], asked=9)
     found = predict_acceptance(_Oracle(), [sample], 3)  # type: ignore[arg-type]
     # answer of 9 tokens: 1 + 4 + 4: two drafts, both full
     assert found.drafts == 2

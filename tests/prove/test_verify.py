@@ -72,9 +72,9 @@ class FakeEngine:
     def __init__(self, engine: Any, target: TargetInfo, layers: Any, states_dir: Any, **options: Any) -> None:
         self.run = RunDir(options["drafter"].parent.parent)
         store = HarvestStore(self.run)
-        self.answers = {a.id: a for a in harvested(store, store.samples(), target)}
-        self.drafter = ReferenceDrafter(options["drafter"], EMBEDDING)
         self.tokens = options["speculative_tokens"]
+        self.answers = {a.id: a.sparing(self.tokens) for a in harvested(store, store.samples(), target)}
+        self.drafter = ReferenceDrafter(options["drafter"], EMBEDDING)
         self.counters = SpecCounters(5, 15, 1, (1, 0, 0))
 
     def __enter__(self) -> "FakeEngine":
@@ -89,13 +89,14 @@ class FakeEngine:
             if "warm-up" in r.id:
                 continue
             answer = self.answers[r.id]
-            assert r.max_tokens >= len(answer.output_ids)
-            if not answer.stopped:
-                assert r.max_tokens == len(answer.output_ids)
+            if answer.stopped:
+                assert r.max_tokens >= len(answer.output_ids)
+            else:
+                assert r.max_tokens == len(answer.output_ids) - self.tokens
             found = predict_acceptance(self.drafter, [answer.sequence()], self.tokens)
             accepted = tuple(a + self.extra for a in found.accepted_per_position)
             self.counters += SpecCounters(found.drafts, found.drafts * self.tokens, sum(accepted), accepted)
-            output = [1, *answer.output_ids[1:]] if self.spoil else answer.output_ids
+            output = [1, *answer.expected[1:]] if self.spoil else answer.expected
             yield Completion(r.id, r.prompt_ids, output, [], None, "stop", None)
 
     def spec_counters(self) -> SpecCounters:

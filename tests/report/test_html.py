@@ -10,6 +10,7 @@ import pytest
 from eyas.files import write_json
 from eyas.recipe import Recipe
 from eyas.report.html import value_text, write_report
+from eyas.report.plan_tables import histogram_line, length_line
 from eyas.report.plots import curves
 from eyas.rundir import Proof, RunDir, StageRecord
 
@@ -121,6 +122,21 @@ def test_a_whole_run(tmp_path: Path, recipe: Recipe) -> None:
     assert "failed" in parsed.text
 
 
+def test_lengths_and_supervised_shares(tmp_path: Path, recipe: Recipe) -> None:
+    run = RunDir(tmp_path)
+    lengths = {"min": 3, "median": 21, "p95": 60, "max": 77, "histogram": {"16": 2, "32": 0, "64": 5, "128": 1}}
+    run.write_record("prepare", StageRecord("ab" * 8, "done", counts={"lengths": lengths, "supervised_shares": None}))
+    parsed = check(write_report(run, recipe))
+    assert "prepared: median 21, 95 % up to 60, longest 77" in parsed.text
+    assert len(parsed.sources) == 1
+    shares = {f"{10 * i}%": i for i in range(1, 11)}
+    counts = {"prompt_lengths": lengths, "answer_lengths": lengths, "supervised_shares": shares}
+    run.write_record("harvest", StageRecord("ab" * 8, "done", counts=counts))
+    parsed = check(write_report(run, recipe))
+    assert "answers: median 21" in parsed.text
+    assert len(parsed.sources) == 2
+
+
 def test_a_replay_is_marked(tmp_path: Path, recipe: Recipe) -> None:
     run = RunDir(tmp_path)
     only = {"acceptance_length": None, "acceptance_rate_per_position": None, "drafts": None, "tokens_per_s": None}
@@ -155,3 +171,10 @@ def test_value_text() -> None:
         "1, 2.5",
         "none",
     ]
+
+
+def test_histograms_in_one_line() -> None:
+    lengths = {"min": 3, "median": 21, "p95": 1060, "max": 1077, "histogram": {"16": 2, "32": 0, "64": 8, "128": 1}}
+    assert length_line(lengths) == "median 21, p95 1,060, max 1,077   up to 16 |▂ █▁| up to 128"
+    assert histogram_line({"10%": 0, "20%": 3, "30%": 0}) == "up to 20% |█| up to 20%"
+    assert histogram_line({"10%": 0}) == "none"

@@ -152,6 +152,22 @@ def test_kill_9_then_resume_gives_the_same_run_bit_for_bit(base, uninterrupted, 
     assert not [p for p in run.train.iterdir() if p.name.startswith(".")]
 
 
+def test_ten_kills_at_random_steps_give_the_same_run_bit_for_bit(base: Path, tmp_path: Path):
+    whole, often = tmp_path / "whole", tmp_path / "often"
+    for root in (whole, often):
+        shutil.copytree(base, root)
+    train(killed.recipe(whole, killed.OFTEN), tiny_target(base / "target"), RunDir(whole), Progress(quiet=True))
+    steps = len(entries(RunDir(whole)))
+    where = {w for w, _ in killed.kills(0, steps)}
+    assert where == set(killed.WHERE)
+    command = [sys.executable, "-m", "train.killed", str(often), "often", "0", str(steps)]
+    assert subprocess.run(command, cwd=TESTS, timeout=300, check=False).returncode == 0
+    for kind in ("step", "eval"):
+        assert without_time(entries(RunDir(often), kind)) == without_time(entries(RunDir(whole), kind))
+    ours, theirs = (load_file(r / "train" / "final" / "model.safetensors") for r in (often, whole))
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
 def test_ctrl_c_saves_and_the_same_command_continues(fresh, monkeypatch):
     run, _ = fresh
     add = loop.Log.add

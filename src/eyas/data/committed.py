@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eyas.data.checks import EXACT, Difference, Tolerance
-from eyas.data.schema import HARVESTED, part_files
+from eyas.data.schema import DROPPED, HARVESTED, answer_number, part_files
+from eyas.data.wanted import REPETITIVE, Wanted
 from eyas.errors import EyasError
 from eyas.files import written_aside
 from eyas.rundir import RunDir
@@ -32,7 +33,7 @@ class Committed:
         """the widest tolerance that a committed sample was proven with"""
         self._where: dict[str, int] = {}
         self._answers: Recent[Path, pa.Table] = Recent(
-            lambda p: pq.read_table(p, columns=["token_ids", "prompt_length", "finish_reason"]), 16
+            lambda p: pq.read_table(p, columns=["token_ids", "prompt_length", "finish_reason", "looped", "split"]), 16
         )
 
     def __contains__(self, id_: object) -> bool:
@@ -79,12 +80,14 @@ class Committed:
             return "its columns are another version's"
         if meta.get(_SETTINGS) != self.settings.encode():
             return "it was made with other settings"
-        try:
-            shard = Shard(self.run.states / f"{part.stem}.safetensors")
-        except EyasError as e:
-            return e.message
-        if shard.layers != self.layers or max(table["index"].to_pylist(), default=0) >= len(shard):
-            return f"its states are of layers {shard.layers}, {len(shard)} samples"
+        last = max(table["index"].to_pylist(), default=-1)
+        if last >= 0:  # else: all of its answers were dropped, and their states with them
+            try:
+                shard = Shard(self.run.states / f"{part.stem}.safetensors")
+            except EyasError as e:
+                return e.message
+            if shard.layers != self.layers or last >= len(shard):
+                return f"its states are of layers {shard.layers}, {len(shard)} samples"
         self.parts.append(part)
         proof = json.loads(meta[_PROOF])
         self.proof += Difference(proof["worst"], proof["total"], proof["n"])
@@ -92,29 +95,46 @@ class Committed:
         self._index(table["id"].to_pylist())
         return None
 
-    def reconcile(self, splits: dict[str, str]) -> int:
-        """Gives every row the split of its conversation in `splits`; drops rows whose conversation is not there.
+    def reconcile(self, splits: dict[str, str], wanted: Wanted) -> int:
+        """Gives every row its split: its conversation's in `splits`, or DROPPED if it is not `wanted` any more.
 
-        Returns how many rows were dropped. Data that grew or shrank since moves conversations between the splits.
+        Takes out rows whose conversation is not there, further answers than are wanted, dropped ones that are wanted
+        now (they are asked again), and turns after a dropped one. Returns how many it took out. Data that grew or
+        shrank since moves conversations between the splits.
         """
-        dropped = 0
+        ends: dict[tuple[str, int], int] = {}
+        columns = ["id", "conversation", "turn", "finish_reason", "looped", "index"]
+        for part in self.parts:
+            for row in pq.read_table(part, columns=columns).to_pylist():
+                unwanted = wanted.why_not(row["finish_reason"], row["looped"]) is not None
+                if unwanted or row["index"] < 0:
+                    chain = (row["conversation"], answer_number(row["id"]))
+                    ends[chain] = min(ends.get(chain, row["turn"]), row["turn"])
+        removed = 0
         old, self.parts, self._where = self.parts, [], {}
         for part in old:
             table = pq.read_table(part)
-            want = [splits.get(c) for c in table["conversation"].to_pylist()]
-            fresh = [w is not None and i not in self._where for w, i in zip(want, table["id"].to_pylist(), strict=True)]
-            if want != table["split"].to_pylist() or not all(fresh):
-                dropped += fresh.count(False)
+            keys = ["id", "conversation", "turn", "finish_reason", "looped", "index"]
+            want: list[str] = []
+            for row in table.select(keys).to_pylist():
+                split, answer = splits.get(row["conversation"]), answer_number(row["id"])
+                end = ends.get((row["conversation"], answer), row["turn"])
+                if split is None or answer >= wanted.answers or row["turn"] > end or row["id"] in self._where:
+                    want.append("")
+                elif wanted.why_not(row["finish_reason"], row["looped"]) is not None:
+                    want.append(DROPPED)
+                else:
+                    want.append(split if row["index"] >= 0 else "")
+            if want != table["split"].to_pylist():
+                removed += want.count("")
                 column = table.schema.get_field_index("split")
-                table = table.set_column(
-                    column, HARVESTED.field("split"), pa.array(["" if w is None else w for w in want])
-                )
-                table = table.filter(pa.array(fresh))
+                table = table.set_column(column, HARVESTED.field("split"), pa.array(want, pa.string()))
+                table = table.filter(pa.array([w != "" for w in want]))
                 with written_aside(part) as aside:
                     pq.write_table(table, aside)
             self.parts.append(part)
             self._index(table["id"].to_pylist())
-        return dropped
+        return removed
 
     def commit(self, stem: str, rows: list[dict[str, Any]], proof: Difference, allowed: Tolerance) -> Path:
         """Writes one part; its rename is the moment from which the samples count. Call `add` then."""
@@ -133,10 +153,11 @@ class Committed:
         self._index(ids)
 
     def answer(self, id_: str) -> tuple[list[int], str]:
-        """Output ids and finish reason of a committed regenerated sample."""
+        """Output ids and finish reason of a committed regenerated sample; REPETITIVE if it was dropped as such."""
         part, row = divmod(self._where[id_], 1 << 32)
         found = self._answers(self.parts[part]).slice(row, 1).to_pylist()[0]
-        return found["token_ids"][found["prompt_length"] :], found["finish_reason"]
+        repetitive = found["split"] == DROPPED and found["looped"]
+        return found["token_ids"][found["prompt_length"] :], REPETITIVE if repetitive else found["finish_reason"]
 
     def columns(self, names: list[str]) -> Iterator[pa.Table]:
         """These columns of every part, one part at a time."""

@@ -11,6 +11,9 @@ import torch
 from eyas.data.checks import EXACT, Difference, TeacherLike, Tolerance, compare, disagreement, find_fault, tolerance
 from eyas.data.committed import Committed
 from eyas.data.plan import Asked
+from eyas.data.repetition import looped_tokens
+from eyas.data.schema import DROPPED
+from eyas.data.wanted import Wanted
 from eyas.engine.base import Completion
 from eyas.errors import EyasError
 from eyas.files import sync_dir, written_aside
@@ -37,13 +40,24 @@ class _Good:
     sample: ShardSample
     row: dict[str, Any]
     converted: bool
+    dropped: bool
+    """the recipe does not want it: its row is kept, its states are not"""
 
 
 class Committer:
     """`settle` may run in a thread of its own: it touches nothing but the shard, the teacher and the new part."""
 
-    def __init__(self, committed: Committed, teacher: TeacherLike, hidden: int, dtype: str) -> None:
+    def __init__(
+        self,
+        committed: Committed,
+        teacher: TeacherLike,
+        hidden: int,
+        dtype: str,
+        wanted: Wanted = Wanted(),  # noqa: B008 - immutable
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._committed, self._teacher, self._hidden = committed, teacher, hidden
+        self._wanted, self._stop_ids = wanted, stop_ids
         self._dtype = STORED[dtype]
         self._states = committed.run.states
 
@@ -83,7 +97,7 @@ class Committer:
         if completion.prompt_ids != asked.prompt_ids:
             return "the engine consumed another prompt than it was sent"
         try:
-            row = sample_row(completion, asked)
+            row = sample_row(completion, asked, self._stop_ids)
         except ValueError as e:
             return str(e)
         stored = shard.sample(completion.captured.index)
@@ -103,17 +117,24 @@ class Committer:
         if fault is not None:
             return fault
         result.proof += found
+        dropped = self._wanted.why_not(row["finish_reason"], row["looped"]) is not None
         row |= {"shard": shard.path.name, "index": completion.captured.index}
+        if dropped:
+            row |= {"split": DROPPED, "shard": "", "index": -1}
         kept = ShardSample(states, stored.tokens[: len(ids)], stored.prompt_length, 0)
-        return _Good(kept, row, states.dtype != captured_as)
+        return _Good(kept, row, states.dtype != captured_as, dropped)
 
     def _store(self, shard: Shard, good: list[_Good]) -> None:
-        """Brings the shard to its final place and precision; a rewritten one holds the good samples alone."""
+        """Brings the shard to its final place and precision; a rewritten one holds the wanted samples alone."""
         final = self._states / shard.path.name
-        if any(g.converted for g in good):
-            names = [g.row["id"] for g in good]
-            write_shard(final, shard.layers, [g.sample for g in good], names)
-            for index, g in enumerate(good):
+        stored = [g for g in good if not g.dropped]
+        if not stored:
+            shard.path.unlink()
+            return
+        if len(stored) < len(good) or any(g.converted for g in stored):
+            names = [g.row["id"] for g in stored]
+            write_shard(final, shard.layers, [g.sample for g in stored], names)
+            for index, g in enumerate(stored):
                 g.row["index"] = index
             if shard.path.resolve() != final.resolve():
                 shard.path.unlink()
@@ -128,9 +149,11 @@ class Committer:
         sync_dir(self._states)
 
 
-def sample_row(completion: Completion, asked: Asked) -> dict[str, Any]:
+def sample_row(completion: Completion, asked: Asked, stop_ids: frozenset[int] = frozenset()) -> dict[str, Any]:
     """The row of HARVESTED, shard and index still open. Raises ValueError when the answer contradicts itself."""
+    looped: int | None = None
     if asked.loss_mask is None:
+        looped = looped_tokens(completion.output_ids, stop_ids)
         ids = completion.prompt_ids + completion.output_ids
         n, prompt = len(completion.output_ids), len(completion.prompt_ids)
         if n == 0:
@@ -158,4 +181,5 @@ def sample_row(completion: Completion, asked: Asked) -> dict[str, Any]:
         "finish_reason": reason,
         "rows": len(ids) - 1,
         "supervised": sum(mask),
+        "looped": looped,
     }

@@ -17,9 +17,11 @@ import numpy as np
 from eyas.data.checks import EXACT, Difference, TeacherLike
 from eyas.data.committed import Committed
 from eyas.data.committer import Committer, Settled
+from eyas.data.lengths import SHARES, length_summary, share_bin, share_summary
 from eyas.data.plan import Asked, Plan
-from eyas.data.prepare import length_summary
 from eyas.data.render import Renderer
+from eyas.data.schema import DROPPED, LENGTH
+from eyas.data.wanted import Wanted
 from eyas.engine.base import Completion, Engine
 from eyas.errors import EngineError, EyasError, ProofError
 from eyas.files import fingerprint, write_text
@@ -65,9 +67,9 @@ def harvest(
         progress.say(note)
     plan = Plan(recipe, target, run, committed, None)
     if len(committed):
-        dropped = committed.reconcile(plan.splits())
-        if dropped:
-            progress.say(f"harvest: {dropped:,} samples of conversations that are no longer prepared are left out")
+        removed = committed.reconcile(plan.splits(), Wanted.of(recipe.data))
+        if removed:
+            progress.say(f"harvest: {removed:,} samples that the recipe no longer asks for are taken out")
     work = _Work(recipe, target, plan, committed, progress, tokenizer, teacher)
     with ExitStack() as stack:
         work.run(lambda: stack.enter_context(open_engine()))
@@ -203,7 +205,9 @@ class _Work:
             from eyas.target.teacher import Teacher
 
             self.teacher = Teacher(self.target)
-        return Committer(self.committed, self.teacher, self.target.hidden_size, self.recipe.states.dtype)
+        stored, wanted = self.recipe.states.dtype, Wanted.of(self.recipe.data)
+        stop_ids = frozenset(self.target.eos_token_ids)
+        return Committer(self.committed, self.teacher, self.target.hidden_size, stored, wanted, stop_ids)
 
     def finish(self) -> dict[str, Any]:
         """Writes the proofs and what was left out; returns the counts. Raises ProofError when too many are bad."""
@@ -218,10 +222,23 @@ class _Work:
             self._fail()
         run.write_proofs(self._proofs(ok=True))
         counts = self._counts()
+        answers = counts["answers"]
+        if counts["samples"] == 0:
+            raise EyasError(
+                f"harvest: all {n:,} answers were dropped: {answers['cut']:,} cut by length, "
+                f"{answers['repetitive']:,} repetitive",
+                fix="raise engine.sampling.max_tokens, or set data.cut_answers or data.repetitive_answers to keep",
+            )
         self.progress.say(
-            f"harvest: {n:,} samples, {counts['supervised_tokens']:,} supervised tokens; "
+            f"harvest: {counts['samples']:,} samples, {counts['supervised_tokens']:,} supervised tokens; "
             + ", ".join(f"{k} {v:,}" for k, v in counts["finish_reasons"].items())
         )
+        if self.recipe.data.responses == "regenerate":
+            self.progress.say(
+                f"harvest: {answers['cut']:,} answers cut by length ({self.recipe.data.cut_answers}), "
+                f"{answers['repetitive']:,} repetitive ({self.recipe.data.repetitive_answers}), "
+                f"{answers['cut_and_repetitive']:,} both; {answers['dropped']:,} dropped"
+            )
         for why, times in self.ended.items():
             self.progress.say(f"harvest: {times:,} x {why}")
         return counts
@@ -265,10 +282,20 @@ class _Work:
 
     def _counts(self) -> dict[str, Any]:
         prompts, answers, reasons = [], [], Counter[str]()
-        for table in self.committed.columns(["prompt_length", "supervised", "finish_reason"]):
-            prompts.append(table["prompt_length"].to_numpy())
-            answers.append(table["supervised"].to_numpy())
-            reasons.update(table["finish_reason"].to_pylist())
+        shares = np.zeros(SHARES, np.int64)
+        cut = repetitive = both = dropped = 0
+        for table in self.committed.columns(
+            ["prompt_length", "supervised", "rows", "finish_reason", "looped", "split"]
+        ):
+            reason, loops = table["finish_reason"].to_numpy(), table["looped"].fill_null(0).to_numpy() > 0
+            used = table["split"].to_numpy() != DROPPED
+            cut, repetitive = cut + int((reason == LENGTH).sum()), repetitive + int(loops.sum())
+            both, dropped = both + int(((reason == LENGTH) & loops).sum()), dropped + int((~used).sum())
+            supervised = table["supervised"].to_numpy()[used]
+            prompts.append(table["prompt_length"].to_numpy()[used])
+            answers.append(supervised)
+            shares += np.bincount(share_bin(supervised, table["rows"].to_numpy()[used] + 1), minlength=SHARES)
+            reasons.update(reason[used].tolist())
         prompt, answer = np.concatenate(prompts), np.concatenate(answers)
         return {
             "samples": len(answer),
@@ -276,9 +303,11 @@ class _Work:
             "asked_again": self.again,
             "supervised_tokens": int(answer.sum(dtype=np.int64)),
             "finish_reasons": dict(reasons),
+            "answers": {"cut": cut, "repetitive": repetitive, "cut_and_repetitive": both, "dropped": dropped},
             "ended": {k: n for k, n in self.ended.items() if n},
             "prompt_lengths": length_summary(prompt),
             "answer_lengths": length_summary(answer),
+            "supervised_shares": share_summary(shares),
             "new_samples": self.good,
             "tokens_per_s": round(self.tokens / self.seconds, 1) if self.tokens else None,
             "worst_logprob_difference": self.committed.proof.worst,

@@ -3,14 +3,20 @@
 from pathlib import Path
 
 from eyas.files import file_fingerprint
+from eyas.recipe import PromptSource
 
 
-def prompts_fingerprint(prompts: list[str]) -> list[list[str]]:
-    """For each source, its files with their content's fingerprint; [source, "remote"] for what is not a local path."""
+def prompts_fingerprint(sources: list[PromptSource]) -> list[list[str]]:
+    """For each source, its files with their content's fingerprint; [source, "remote"] for what is not a local path.
+
+    A weight other than 1 comes before its source's files.
+    """
     found: list[list[str]] = []
-    for source in prompts:
-        path = Path(source)
+    for source in sources:
+        if source.weight != 1:
+            found.append(["weight", str(source.weight)])
+        path = Path(source.path)
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         for f in files:
-            found.append([f.name, file_fingerprint(f)] if f.is_file() else [source, "remote"])
+            found.append([f.name, file_fingerprint(f)] if f.is_file() else [source.path, "remote"])
     return found

@@ -12,13 +12,16 @@ from eyas.data.committed import Committed
 from eyas.data.history import next_prompt
 from eyas.data.prepare import LEAST_ANSWER
 from eyas.data.render import Renderer
+from eyas.data.schema import LENGTH, sample_id
 from eyas.data.shapes import RowError
+from eyas.data.wanted import REPETITIVE
 from eyas.engine.base import Request
 from eyas.recipe import Recipe
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo
 
 ENDED_CUT = "later turns not asked: the answer before was cut by length"
+ENDED_REPETITIVE = "later turns not asked: the answer before was repetitive and dropped"
 ENDED_LONG = "later turns not asked: no room within data.max_length"
 ENDED_REFUSED = "later turns not asked: the chat template refuses the history"
 ENDED_BAD = "later turns not asked: the answer before could not be used"
@@ -45,11 +48,12 @@ class Plan:
         self.keep = recipe.data.responses == "keep"
         self.max_length = min(recipe.data.max_length, target.max_position_embeddings)
         self.max_tokens = recipe.engine.sampling.max_tokens
+        self.answers, self.seed = recipe.data.samples_per_prompt, recipe.engine.sampling.seed
         self.run, self.committed, self.render = run, committed, render
         self.out: dict[str, Asked] = {}
         turns = pq.read_table(run.prepared, columns=["turns"])["turns"].to_numpy()
         self.rounds = int(turns.max(initial=0))
-        self.total = int(turns.sum())
+        self.total = int(turns.sum()) * self.answers
 
     def splits(self) -> dict[str, str]:
         """The split of each prepared conversation."""
@@ -63,38 +67,38 @@ class Plan:
         with pq.ParquetFile(self.run.prepared) as file:
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 for row in batch.to_pylist():
-                    number = row["turn"] if self.keep else turn
-                    if number >= row["turns"] and not self.keep:
-                        continue
-                    id_ = f"{row['id']}/{number}"
-                    if id_ in self.committed or id_ in self.out:
-                        continue
-                    prompt = row["prompt_ids"] if turn == 0 else self._later(row, turn, ended)
-                    if prompt is None:
-                        continue
-                    self.out[id_] = Asked(
-                        row["id"],
-                        number,
-                        row["source"],
-                        row["split"],
-                        prompt,
-                        row.get("loss_mask") if self.keep else None,
-                    )
-                    room = 1 if self.keep else min(self.max_tokens, self.max_length - len(prompt))
-                    yield Request(id_, prompt, room, prompt_logprobs=self.keep)
+                    if self.keep or turn < row["turns"]:
+                        for answer in range(self.answers):
+                            if (request := self._request(row, turn, answer, ended)) is not None:
+                                yield request
 
-    def _later(self, row: dict[str, Any], turn: int, ended: Counter[str]) -> list[int] | None:
+    def _request(self, row: dict[str, Any], turn: int, answer: int, ended: Counter[str]) -> Request | None:
+        """None if it is committed or out already, or the conversation ended before."""
+        number = row["turn"] if self.keep else turn
+        id_ = sample_id(row["id"], number, answer)
+        if id_ in self.committed or id_ in self.out:
+            return None
+        prompt = row["prompt_ids"] if turn == 0 else self._later(row, turn, answer, ended)
+        if prompt is None:
+            return None
+        mask = row.get("loss_mask") if self.keep else None
+        self.out[id_] = Asked(row["id"], number, row["source"], row["split"], prompt, mask)
+        room = 1 if self.keep else min(self.max_tokens, self.max_length - len(prompt))
+        seed = None if self.seed is None else self.seed + answer
+        return Request(id_, prompt, room, prompt_logprobs=self.keep, seed=seed)
+
+    def _later(self, row: dict[str, Any], turn: int, number: int, ended: Counter[str]) -> list[int] | None:
         """The prompt of a turn after the first, or None where the conversation ended before."""
         assert self.render is not None
         answers = []
         for before in range(turn):
-            id_ = f"{row['id']}/{before}"
+            id_ = sample_id(row["id"], before, number)
             if id_ not in self.committed:
                 ended[ENDED_BAD] += before == turn - 1
                 return None
             answer, reason = self.committed.answer(id_)
-            if reason == "length":
-                ended[ENDED_CUT] += before == turn - 1
+            if reason in (LENGTH, REPETITIVE):
+                ended[ENDED_CUT if reason == LENGTH else ENDED_REPETITIVE] += before == turn - 1
                 return None
             answers.append(answer)
         try:

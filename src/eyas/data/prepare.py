@@ -12,7 +12,10 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from eyas.data.dropped import Dropped
+from eyas.data.lengths import SHARES, length_summary, share_bin, share_summary
+from eyas.data.marks import Marks
 from eyas.data.masks import kept_samples
+from eyas.data.mix import Mix
 from eyas.data.render import Renderer
 from eyas.data.schema import PREPARED
 from eyas.data.shapes import Conversation, RowError, answered, asked, read_row
@@ -29,7 +32,7 @@ BATCH = 256
 LEAST_ANSWER = 2
 """supervised tokens without which a sample trains nothing"""
 
-_Pending = tuple[Row, Conversation, int]
+_Pending = tuple[int, Row, Conversation, int]
 
 
 def prepare(
@@ -48,20 +51,21 @@ def prepare(
 
         tokenizer = load_tokenizer(target, recipe.target.remote_code)
     render = Renderer(tokenizer, target.eos_token_ids)
-    sources = [open_source(name) for name in recipe.data.prompts]
+    sources = recipe.data.sources
+    mix = Mix([open_source(s.path) for s in sources], [s.weight for s in sources])
     aside = run.samples / ".prepared.unsplit.part"
     try:
         with written_aside(run.samples / "dropped.jsonl") as path, open(path, "w", encoding="utf-8") as file:
-            work = _Preparation(recipe, target, render, Dropped(file))
+            work = _Preparation(recipe, target, render, Dropped(file), mix)
             with (
                 pq.ParquetWriter(aside, PREPARED, write_statistics=False) as writer,
                 progress.task("prepare", total=None, unit="rows") as task,
             ):
-                for rows, read, tokens in work.batches(_in_turn(sources)):
+                for rows, read, tokens in work.batches():
                     writer.write_table(pa.Table.from_pylist(rows, schema=PREPARED))
                     task.advance(read, tokens=tokens)
         work.dropped.print(progress.console)
-        work.judge(recipe.data.prompts)
+        work.judge([s.path for s in sources])
         held_out = _holdout(recipe, len(work.marks), progress)
         _write_split(aside, run.prepared, work.marks, held_out)
     finally:
@@ -80,31 +84,35 @@ def prepare(
 class _Preparation:
     """Rows to table rows, with everything that is counted on the way."""
 
-    def __init__(self, recipe: Recipe, target: TargetInfo, render: Renderer, dropped: Dropped) -> None:
+    def __init__(self, recipe: Recipe, target: TargetInfo, render: Renderer, dropped: Dropped, mix: Mix) -> None:
         self.keep = recipe.data.responses == "keep"
         self.limit = recipe.data.limit
         self.refuse_broken = recipe.data.broken_rows == "refuse"
         # a kept conversation is served as a prompt, and the engine adds one token to it
         self.max_length = min(recipe.data.max_length, target.max_position_embeddings - self.keep)
-        self.render, self.dropped = render, dropped
+        self.render, self.dropped, self.mix = render, dropped, mix
         self.read = self.duplicates = 0
         self.marks = np.empty(0, np.uint64)
         """of each conversation, in order: the first 64 bits of its id"""
-        self._fresh: list[int] = []
-        self._seen: set[int] = set()
+        self._seen = Marks()
+        """of every row that was understood"""
         self.shapes: Counter[str] = Counter()
         self.sources: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
         self.lengths: list[np.ndarray] = []
         self.supervised = 0
+        self.shares = np.zeros(SHARES, np.int64)
+        """kept conversations by their supervised share"""
 
-    def batches(self, rows: Iterator[Row]) -> Iterator[tuple[list[dict[str, Any]], int, int]]:
+    def batches(self) -> Iterator[tuple[list[dict[str, Any]], int, int]]:
         """Yields table rows of up to BATCH conversations, how many rows of the sources they took, and their tokens."""
         pending: list[_Pending] = []
         before = 0
-        for row in rows:
+        for number, row in self.mix:
             self.read += 1
-            if (item := self._understood(row)) is not None:
+            if (item := self._understood(number, row)) is None:
+                self.mix.give_back(number)
+            else:
                 pending.append(item)
             if len(pending) >= min(BATCH, BATCH if self.limit is None else self.limit - len(self.marks)):
                 yield self._rendered(pending, before)
@@ -113,7 +121,7 @@ class _Preparation:
                     return
         yield self._rendered(pending, before)
 
-    def _understood(self, row: Row) -> _Pending | None:
+    def _understood(self, number: int, row: Row) -> _Pending | None:
         if row.broken is not None:
             kind = "broken JSON" if ".json" in row.source else "broken row"
             if self.refuse_broken:
@@ -133,38 +141,39 @@ class _Preparation:
         except RowError as e:
             self.dropped.add(e.reason, row.place, e.detail, row.value)
             return None
-        mark = _mark(conversation.id)
-        if mark in self._seen:
+        if not self._seen.add(_mark(conversation.id)):
             self.duplicates += 1
             return None
-        self._seen.add(mark)
         if note:
             self.notes[f"conversations {note}"] += 1
-        return row, conversation, turns
+        return number, row, conversation, turns
 
     def _rendered(self, pending: list[_Pending], before: int) -> tuple[list[dict[str, Any]], int, int]:
         prompts: list[list[int] | RowError] = []
         if not self.keep:
-            prompts = self.render.first_prompts([c for _, c, _ in pending])
+            prompts = self.render.first_prompts([c for _, _, c, _ in pending])
         table: list[dict[str, Any]] = []
-        for i, (row, conversation, turns) in enumerate(pending):
+        fresh: list[int] = []
+        for i, (number, row, conversation, turns) in enumerate(pending):
             try:
                 samples = self._kept(conversation) if self.keep else self._asked(prompts[i])
             except RowError as e:
                 self.dropped.add(e.reason, row.place, e.detail, row.value)
+                self.mix.give_back(number)
                 continue
             source = self._source(row)
-            self._fresh.append(_mark(conversation.id))
+            fresh.append(_mark(conversation.id))
             self.shapes[conversation.shape] += 1
             self.sources[source] += 1
             messages = json.dumps(conversation.messages, ensure_ascii=False)
             tools = None if conversation.tools is None else json.dumps(conversation.tools, ensure_ascii=False)
             for turn, ids, mask in samples:
-                self.supervised += sum(mask or ())
+                if mask is not None:
+                    self.supervised += sum(mask)
+                    self.shares[share_bin(sum(mask), len(mask))] += 1
                 values = (conversation.id, turn, turns, source, "train", messages, tools, ids, mask)
                 table.append(dict(zip(PREPARED.names, values, strict=True)))
-        self.marks = np.concatenate([self.marks, np.array(self._fresh, np.uint64)])
-        self._fresh = []
+        self.marks = np.concatenate([self.marks, np.array(fresh, np.uint64)])
         lengths = np.array([len(r["prompt_ids"]) for r in table], np.int32)
         self.lengths.append(lengths)
         return table, self.read - before, int(lengths.sum())
@@ -214,39 +223,15 @@ class _Preparation:
             "tokens": int(lengths.sum(dtype=np.int64)),
             "supervised_tokens": self.supervised if self.keep else None,
             "lengths": length_summary(lengths),
+            "supervised_shares": share_summary(self.shares) if self.keep else None,
         }
 
 
 _FIX = "correct the file, or see samples/dropped.jsonl in the run directory for the rows and the README for the shapes"
 
 
-def length_summary(lengths: np.ndarray) -> dict[str, Any]:
-    """Quantiles, and a histogram as {upper bound: count} over powers of two."""
-    if not len(lengths):
-        return {"min": 0, "median": 0, "p95": 0, "max": 0, "histogram": {}}
-    bins = Counter(np.ceil(np.log2(np.maximum(lengths, 1))).astype(int).tolist())
-    return {
-        "min": int(lengths.min()),
-        "median": int(np.median(lengths)),
-        "p95": int(np.percentile(lengths, 95)),
-        "max": int(lengths.max()),
-        "histogram": {str(2**k): n for k, n in sorted(bins.items())},
-    }
-
-
 def _mark(id_: str) -> int:
     return int(id_[:16], 16)
-
-
-def _in_turn(sources: list[Iterator[Row]]) -> Iterator[Row]:
-    """One row of each source after the other, so that a limit takes from all of them."""
-    while sources:
-        for source in list(sources):
-            row = next(source, None)
-            if row is None:
-                sources.remove(source)
-            else:
-                yield row
 
 
 def _holdout(recipe: Recipe, conversations: int, progress: Progress) -> int:

@@ -43,11 +43,15 @@ HARVESTED = pa.schema(
         pa.field("index", pa.int32(), nullable=False),
         pa.field("rows", pa.int32(), nullable=False),
         pa.field("supervised", pa.int32(), nullable=False),
+        pa.field("looped", pa.int32()),
     ]
 )
 """One row for each sample whose states were proven.
 
-id             "<conversation>/<turn>"
+id             see `sample_id`
+split          "train", "holdout", or "dropped": an answer that the recipe does not want (data.cut_answers,
+               data.repetitive_answers). Its tokens are kept, so that it is not asked for again; its states are not
+               (shard "", index -1), unless it was harvested before the recipe said so.
 token_ids      prompt and answer, the engine's own ids
 loss_mask      as long as token_ids; regenerated: exactly the generated positions
 logprobs       the engine's, one for each true entry of loss_mask, in order
@@ -55,7 +59,22 @@ finish_reason  the engine's; "kept" for kept conversations
 shard, index   sample `index` of states/`shard`
 rows           len(token_ids) - 1: states cover all but the last token
 supervised     true entries of loss_mask
+looped         tokens at the answer's end that are a loop (eyas.data.repetition), 0 if none; null for kept conversations
 """
+
+DROPPED = "dropped"
+LENGTH = "length"
+"""the finish reason of a cut answer"""
+
+
+def sample_id(conversation: str, turn: int, answer: int = 0) -> str:
+    """ "<conversation>/<turn>" for the first answer, "<conversation>/<turn>.<answer>" for further ones."""
+    return f"{conversation}/{turn}.{answer}" if answer else f"{conversation}/{turn}"
+
+
+def answer_number(id_: str) -> int:
+    """0 for the first answer to a prompt."""
+    return int(id_.rpartition("/")[2].partition(".")[2] or 0)
 
 
 def part_files(samples: Path) -> list[Path]:

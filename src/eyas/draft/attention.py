@@ -11,11 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from eyas.draft.pieces import merge
+from eyas.draft.rows import ROW_BLOCK
+
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 
 QUERIES_AT_ONCE = 512
 """query rows of one dense score matrix"""
-FLEX_BLOCK = 128
 
 
 class PackAttention(Protocol):
@@ -92,29 +94,20 @@ class FlexAttention:
     def __call__(
         self, q: torch.Tensor, rows: torch.Tensor, first: KeyValue, later: Sequence[KeyValue], window: int | None
     ) -> torch.Tensor:
-        m, h, d = q.shape
-        k, v = (x.transpose(0, 1)[None].contiguous() for x in first)
-        g = k.shape[1]
+        m, h, _ = q.shape
+        k, v = (x.transpose(0, 1)[None] for x in first)
+        padded = q if m % ROW_BLOCK == 0 else torch.nn.functional.pad(q, (0, 0, 0, 0, 0, -m % ROW_BLOCK))
         mask = self._mask(rows, window)
-        padded = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, -m % FLEX_BLOCK)).transpose(0, 1)[None]
-        out, aux = _flex(padded.to(v.dtype).contiguous(), k, v, block_mask=mask, enable_gqa=h != g)
+        out, lse = _flex(padded.transpose(0, 1)[None], k, v, block_mask=mask, enable_gqa=h != k.shape[1])
         out = out[0, :, :m].transpose(0, 1)  # [m, h, d]
         if not later:
             return out
-        lse = aux[0, :, :m].transpose(0, 1).float()  # [m, h]
-        grouped = q.view(m, g, h // g, d)
-        own = [(grouped * kk[:, :, None]).sum(-1).float().view(m, h) / math.sqrt(d) for kk, _ in later]
-        weights = torch.softmax(torch.stack([lse, *own], -1), -1)  # [m, h, 1 + j]
-        merged = out.float() * weights[..., :1]
-        for i, (_, vv) in enumerate(later):
-            spread = vv[:, :, None].expand(m, g, h // g, d).reshape(m, h, d)
-            merged = merged + weights[..., i + 1, None] * spread.float()
-        return merged.to(v.dtype)
+        return merge(out, lse[0, :, :m].t(), q, [x for x, _ in later], [x for _, x in later])
 
     def _mask(self, rows: torch.Tensor, window: int | None) -> BlockMask:
         key = (id(rows), window)
         if key not in self._masks:
-            padded = torch.cat([rows, rows[-1:].expand(-rows.numel() % FLEX_BLOCK)])
+            padded = torch.cat([rows, rows[-1:].expand(-rows.numel() % ROW_BLOCK)])
             self._masks[key] = (rows, _block_mask(padded, self._documents, window))
         return self._masks[key][1]
 

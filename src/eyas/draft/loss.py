@@ -14,8 +14,16 @@ from speculators.losses import LossConfig, resolve_loss_config
 from eyas.draft.rows import StepPlan
 from eyas.errors import InputError
 
-CHUNK_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
+CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
 """logits of one chunk"""
+CHUNK_MULTIPLE = 256
+"""rows of a chunk, where it has more: whole tiles of a matrix product"""
+
+
+def chunk_rows(device: str, vocab: int) -> int:
+    """Label rows of one chunk."""
+    rows = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocab)
+    return rows - rows % CHUNK_MULTIPLE if rows > CHUNK_MULTIPLE else rows
 
 
 def loss_config(name: str, device: torch.device) -> LossConfig:
@@ -80,14 +88,18 @@ def _forward(ctx: Any, inputs: torch.Tensor, head: torch.Tensor, spec: HeadLoss)
     for a in range(0, total_labels, spec.chunk):
         b = min(a + spec.chunk, total_labels)
         teacher = spec.teacher(plan.labels[a:b])
+        choices = teacher.argmax(-1)
         for k in range(steps):
             i, j = plan.edges[k][a], plan.edges[k][b]
             if i == j:
                 continue
             own = slice(starts[k] + i, starts[k] + j)
-            target = teacher if j - i == b - a else teacher[plan.label_at[k][i:j] - a]
+            target, choice = teacher, choices
+            if j - i < b - a:
+                at = plan.label_at[k][i:j] - a
+                target, choice = teacher[at], choices[at]
             logits = x[own] @ cast.t()
-            correct[own] = logits.argmax(-1) == target.argmax(-1)
+            correct[own] = logits.argmax(-1) == choice
             with torch.set_grad_enabled(spec.with_grad):
                 leaf = logits.detach().requires_grad_(spec.with_grad)
                 rows = torch.zeros(j - i, device=inputs.device)

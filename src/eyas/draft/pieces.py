@@ -34,12 +34,10 @@ class LayerWeights(NamedTuple):
     """One layer: matrices in the precision of the products, norms in float32."""
 
     norm: Norm
-    """of the hidden state"""
-    token_norm: Norm | None
-    """of the token's embedding; None in all layers but the first"""
     norm_before_residual: bool
     head_dim: int
     q: torch.Tensor
+    """[h * d, H]; q, k and v are the halves that the hidden state meets, in the first layer"""
     k: torch.Tensor
     v: torch.Tensor
     o: torch.Tensor
@@ -47,6 +45,15 @@ class LayerWeights(NamedTuple):
     gate: torch.Tensor
     up: torch.Tensor
     down: torch.Tensor
+
+
+class TokenWeights(NamedTuple):
+    """What the tokens' embeddings meet in the first layer: their halves of q, k and v, each times the norm's weight."""
+
+    eps: float
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 class Entered(NamedTuple):
@@ -63,7 +70,9 @@ def by_rows(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*rows: P.args, **fixed: P.kwargs) -> R:
-        tensors = [x for arg in rows for x in (arg if isinstance(arg, list | tuple) else [arg]) if x is not None]
+        some: list[Any] = list(rows)
+        flat = (x for arg in some for x in (arg if isinstance(arg, list) else [arg]))
+        tensors: list[torch.Tensor] = [x for x in flat if x is not None]
         if tensors[0].device.type not in COMPILED_ON:
             return function(*rows, **fixed)
         for x in tensors:
@@ -81,8 +90,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """float32, whatever x is"""
+    return norm.weight * _scaled(x, norm.eps)
+
+
+def _scaled(x: torch.Tensor, eps: float) -> torch.Tensor:
     x = x.float()
-    return norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps))
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 @by_rows
@@ -97,35 +110,56 @@ def fuse(aux: torch.Tensor, *, whole: Norm | None, parts: Sequence[Norm], weight
 
 
 @by_rows
+def project_tokens(
+    tokens: torch.Tensor, *, weights: TokenWeights, embeddings: torch.Tensor, queries: bool = True, keys: bool = True
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """tokens [M] -> the embeddings' share of queries [M, h * d], keys and values [M, g * d], before the rotation.
+
+    A product with [embedding, hidden state] is the sum of two, and a token's own is the same at every TTT step. No
+    gradient leaves towards the embeddings: the norm's weight is in the matrices (`halves`), where its gradient is a
+    sum over elements in place of a matrix product.
+    """
+    u = _scaled(embedding(tokens, embeddings), weights.eps).to(weights.q.dtype)
+    q = linear(u, weights.q) if queries else None
+    return (q, linear(u, weights.k), linear(u, weights.v)) if keys else (q, None, None)
+
+
+@by_rows
 def enter(
     h: torch.Tensor,
-    tokens: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    q_tokens: torch.Tensor | None,
+    k_tokens: torch.Tensor | None,
+    v_tokens: torch.Tensor | None,
     *,
     weights: LayerWeights,
-    embeddings: torch.Tensor,
     queries: bool = True,
     keys: bool = True,
 ) -> Entered:
-    """h [M, H], tokens [M], cos and sin [M, d] -> the attention's inputs; queries come with the residual."""
-    dtype = weights.q.dtype
+    """h [M, H], cos and sin [M, d], the tokens' shares (first layer) -> the attention's inputs.
+
+    Queries come with the residual.
+    """
     hidden = normed(h, weights.norm)
-    u, residual = hidden.to(dtype), h
-    if weights.token_norm is not None:
-        u = torch.cat([normed(embedding(tokens, embeddings), weights.token_norm).to(dtype), u], -1)
-        residual = hidden if weights.norm_before_residual else h
+    u = hidden.to(weights.q.dtype)
     shape = (h.shape[0], -1, weights.head_dim)
-    q = _rope(linear(u, weights.q).view(shape), cos, sin) if queries else None
-    k = _rope(linear(u, weights.k).view(shape), cos, sin) if keys else None
-    v = linear(u, weights.v).view(shape) if keys else None
-    return Entered(q, k, v, residual if queries else None)
+    q = _rope(_sum(linear(u, weights.q), q_tokens).view(shape), cos, sin).to(u.dtype) if queries else None
+    k = _rope(_sum(linear(u, weights.k), k_tokens).view(shape), cos, sin).to(u.dtype) if keys else None
+    v = _sum(linear(u, weights.v), v_tokens).view(shape).to(u.dtype) if keys else None
+    residual = (hidden if weights.norm_before_residual else h) if queries else None
+    return Entered(q, k, v, residual)
+
+
+def _sum(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    """float32"""
+    return x.float() if y is None else x.float() + y.float()
 
 
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [M, heads, d], rotated in float32"""
-    a, b = x.float().chunk(2, -1)
-    return (torch.cat([a, b], -1) * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]).to(x.dtype)
+    """x [M, heads, d] float32"""
+    a, b = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
 
 
 @by_rows
@@ -133,8 +167,8 @@ def merge(
     out: torch.Tensor,
     lse: torch.Tensor,
     q: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
 ) -> torch.Tensor:
     """Attention to step 0 [M, h, d] with its log-sum-exp [M, h], and to j keys of the row's own [M, g, d] -> [M, h, d].
 
@@ -160,14 +194,42 @@ def merge(
 
 @by_rows
 def leave(
-    attended: torch.Tensor, residual: torch.Tensor, *, weights: LayerWeights, norm: Norm | None
+    attended: torch.Tensor,
+    residual: torch.Tensor,
+    *,
+    weights: LayerWeights,
+    norm: Norm | None,
+    norm_output: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """attended [M, h * d], residual [M, H] -> the layer's output [M, H], and the same normed (or as it is)."""
+    """attended [M, h * d], residual [M, H] -> what the next layer or step reads, and what the head reads, [M, H] both.
+
+    norm: the drafter's final norm, for its last layer; norm_output: the next step reads it as well.
+    """
     dtype = weights.o.dtype
     h = residual + linear(attended, weights.o)
     x = normed(h, weights.mlp_norm).to(dtype)
     h = h + linear(silu(linear(x, weights.gate)) * linear(x, weights.up), weights.down)
-    return h, h if norm is None else normed(h, norm)
+    if norm is None:
+        return h, h
+    z = normed(h, norm)
+    return (z, z) if norm_output else (h, z.to(dtype))
+
+
+@by_rows
+def _to(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype)
+
+
+def cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """weight.to(dtype); compiled, since the gradient comes back at half the speed in torch's own kernel."""
+    return weight if weight.dtype == dtype else _to(weight.view(-1), dtype=dtype).view(weight.shape)
+
+
+@by_rows
+def halves(weight: torch.Tensor, *, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [n, 2 H] -> the embedding's half times scale [H], and the hidden state's half."""
+    of_token, of_hidden = weight.chunk(2, 1)
+    return (of_token * scale).to(dtype), of_hidden.to(dtype)
 
 
 class _Take(torch.autograd.Function):
@@ -185,4 +247,4 @@ class _Take(torch.autograd.Function):
 
 def take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """x[rows] for rows that are all different: the backward need not add, so it need not sort."""
-    return x if rows.numel() == x.shape[0] else _Take.apply(x, rows)
+    return _Take.apply(x, rows)

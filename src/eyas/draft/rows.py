@@ -9,15 +9,24 @@ from dataclasses import dataclass
 
 import torch
 
+ROW_BLOCK = 128
+"""rows of one block of the GPU's attention mask"""
+
 
 @dataclass(frozen=True)
 class StepPlan:
     """Row numbers of every step; built on the CPU, so that the forward never waits for the device."""
 
     rows: tuple[torch.Tensor, ...]
-    """T x [M_k]: rows computed at step k, ascending; step k's are among step k-1's"""
+    """T x [M_k]: rows computed at step k, all different, ascending; step k's are among step k-1's"""
     keep: tuple[torch.Tensor | None, ...]
     """T x [M_k]: where step k's rows lie in step k-1's; None where both are the same"""
+    reads: tuple[torch.Tensor, ...]
+    """T x [M_k]: row whose token step k's rows read, k further on (around the end of the pack, where it matters not)"""
+    read: torch.Tensor
+    """[R]: all rows in `reads`, ascending"""
+    read_at: tuple[torch.Tensor, ...]
+    """T x [M_k]: where reads[k] lie in `read`"""
     loss_at: tuple[torch.Tensor, ...]
     """T x [R_k]: where the rows with a loss lie in rows[k]"""
     label_at: tuple[torch.Tensor, ...]
@@ -30,7 +39,8 @@ class StepPlan:
     """[T] float32: R_k"""
 
     def tensors(self) -> list[torch.Tensor]:
-        some = [*self.rows, *self.keep, *self.loss_at, *self.label_at, self.labels, self.counts]
+        reads = [*self.reads, self.read, *self.read_at]
+        some = [*self.rows, *self.keep, *reads, *self.loss_at, *self.label_at, self.labels, self.counts]
         return [x for x in some if x is not None]
 
     def to(self, device: torch.device) -> "StepPlan":
@@ -43,6 +53,9 @@ class StepPlan:
         return StepPlan(
             tuple(move(x) for x in self.rows),
             tuple(None if x is None else move(x) for x in self.keep),
+            tuple(move(x) for x in self.reads),
+            move(self.read),
+            tuple(move(x) for x in self.read_at),
             tuple(move(x) for x in self.loss_at),
             tuple(move(x) for x in self.label_at),
             move(self.labels),
@@ -104,7 +117,7 @@ def plan_steps(document_ids: torch.Tensor, label_mask: torch.Tensor, steps: int,
     """The plan for document_ids [N] and label_mask [N] on the CPU.
 
     nested: each step computes only its own rows; else every step computes step 0's rows (a few more for each document,
-    but one row set, hence one attention mask, for all steps).
+    but one row set, hence one attention mask, for all steps), topped up to whole blocks with rows that do not matter.
     """
     n = document_ids.numel()
     active = torch.zeros(steps, n, dtype=torch.bool)
@@ -116,6 +129,9 @@ def plan_steps(document_ids: torch.Tensor, label_mask: torch.Tensor, steps: int,
     index = torch.full((n,), -1)
     index[labels] = torch.arange(labels.numel())
     first = needed[0].nonzero().flatten()
+    if not nested:
+        spare = (~needed[0]).nonzero().flatten()[: -first.numel() % ROW_BLOCK]
+        first = torch.cat([first, spare]).sort().values
     rows = [needed[k].nonzero().flatten() if nested and k else first for k in range(steps)]
     keep: list[torch.Tensor | None] = [None]
     loss_at, label_at, edges = [], [], []
@@ -129,6 +145,17 @@ def plan_steps(document_ids: torch.Tensor, label_mask: torch.Tensor, steps: int,
     for k in range(1, steps):
         if keep[k] is None:
             rows[k] = rows[k - 1]
+    reads = [(x + k) % max(n, 1) for k, x in enumerate(rows)]
+    read = torch.cat(reads).unique()
     return StepPlan(
-        tuple(rows), tuple(keep), tuple(loss_at), tuple(label_at), labels, tuple(edges), active.sum(1).float()
+        rows=tuple(rows),
+        keep=tuple(keep),
+        reads=tuple(reads),
+        read=read,
+        read_at=tuple(torch.searchsorted(read, x) for x in reads),
+        loss_at=tuple(loss_at),
+        label_at=tuple(label_at),
+        labels=labels,
+        edges=tuple(edges),
+        counts=active.sum(1).float(),
     )

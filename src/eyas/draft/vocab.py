@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
-from eyas.data.schema import part_files
+from eyas.data.schema import DROPPED, part_files
 from eyas.errors import EyasError, InputError
 from eyas.files import file_fingerprint, read_json, write_json, written_aside
 from eyas.rundir import RunDir
@@ -110,5 +110,7 @@ def _supervised(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     for batch in pq.ParquetFile(path).iter_batches(ROWS_AT_ONCE, columns=["split", "token_ids", "loss_mask"]):
         splits, ids, masks = (batch.column(i) for i in range(3))
         for i in range(batch.num_rows):
+            if splits[i].as_py() == DROPPED:
+                continue
             tokens = ids[i].values.to_numpy(zero_copy_only=False)
             yield splits[i].as_py(), tokens[masks[i].values.to_numpy(zero_copy_only=False)]

@@ -17,6 +17,8 @@ class Request:
     max_tokens: int
     prompt_logprobs: bool = False
     """also return the log probability of every prompt token but the first (kept answers)"""
+    seed: int | None = None
+    """in place of the sampling's"""
 
 
 @dataclass(frozen=True)

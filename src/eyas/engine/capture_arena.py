@@ -41,7 +41,7 @@ def as_bits(x: torch.Tensor) -> npt.NDArray[np.unsignedinteger]:
 
 
 def bad_rows(rows: torch.Tensor) -> npt.NDArray[np.bool_]:
-    """[N] true where a layer of rows [N, layers, hidden] holds an infinity or NaN, or one magnitude throughout (zero, say).
+    """[N] true where a layer of rows [N, layers, hidden] holds an infinity, NaN or one magnitude throughout (zero).
 
     Magnitudes of IEEE floats compare as their bits do, so the largest and smallest bit pattern of a layer tell.
     """
@@ -104,7 +104,7 @@ class Arena:
         rows: torch.Tensor,
         bad: npt.NDArray[np.bool_],
     ) -> None:
-        """Files rows [N, layers, hidden]: row i belongs to requests[owner[i]], lies at positions[i], consumed tokens[i].
+        """Files rows [N, layers, hidden]: row i is of requests[owner[i]], lies at positions[i], consumed tokens[i].
 
         A position that is written twice (preemption, rejected drafts) keeps the later row.
         """
@@ -123,7 +123,7 @@ class Arena:
         self._tokens[at] = tokens
 
     def take(self, request: str, tokens: npt.NDArray[np.integer]) -> Taken:
-        """Ends a request that consumed `tokens` [rows]; rows never written are zero; they and wrong rows are counted."""
+        """Ends a request that consumed `tokens` [rows]. Rows never written are zero; these and wrong ones count."""
         rows = len(tokens)
         line = self._line(request)
         self._grow(line, -(-rows // PAGE))

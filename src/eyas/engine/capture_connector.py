@@ -10,8 +10,9 @@ they are full, when they are old, and when no capturing request is live. If it c
 why. Finished samples wait for their shard in the arena (host memory; by default at most half of the machine's).
 
 An aborted request leaves nothing; a stop string reaches the scheduler as an abort, so capturing requests use stop
-token ids. A capturing request does not read the prefix cache (cached rows are never computed); its blocks still
-serve others. Loaded inside vLLM's processes: imports only vLLM, torch, numpy and the capture_* modules beside it.
+token ids. With n > 1 every answer is captured, but a reply has room for one entry: the shard's tokens tell whose. A
+capturing request does not read the prefix cache (cached rows are never computed); its blocks still serve others.
+Loaded inside vLLM's processes: imports only vLLM, torch, numpy and the capture_* modules beside it.
 """
 
 import os

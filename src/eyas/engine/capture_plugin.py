@@ -29,7 +29,7 @@ _registered: dict[str, Any] = {}
 
 
 class Tap:
-    """The static buffer of this process. rows [tokens of a step, layers, hidden]; positions, tokens [tokens of a step]."""
+    """The static buffer of this process. rows [N, layers, hidden]; positions, tokens [N]; N: the most of one step."""
 
     def __init__(self, vllm_config: Any, layers: tuple[int, ...], device: torch.device) -> None:
         tokens = vllm_config.scheduler_config.max_num_batched_tokens

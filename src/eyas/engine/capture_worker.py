@@ -1,4 +1,4 @@
-"""The worker's side of capture: a thread files each step's rows under their requests, another writes finished shards.
+"""The worker's side of capture: a thread files each step's rows under their requests, others write finished shards.
 
 Loaded inside vLLM's worker process by eyas.engine.capture_connector.
 """
@@ -17,6 +17,8 @@ from eyas.engine.capture_arena import Arena, Ints, Taken
 from eyas.engine.capture_copy import Copied
 
 _QUEUED_STEPS = 8
+_WRITERS = 4
+"""threads that write shards: one file system call at a time does not fill a fast disk"""
 _STOP_SECONDS = 60.0
 
 
@@ -26,7 +28,7 @@ class Scheduled(NamedTuple):
     request: str
     position: int
     """the scheduler's idea of its first row; with a drafter and asynchronous scheduling it may be too high"""
-    count: int
+    rows: int
     first_block: int
     """index, within the request, of blocks[0]"""
     blocks: tuple[int, ...]
@@ -66,7 +68,7 @@ def rows_by_name(scheduled: list[Scheduled], starts: dict[str, int], positions: 
     starts: request -> its first row. positions [N]: the model's own, -1 where unknown.
     Returns row [M], owner [M] (index into `scheduled`) and position [M].
     """
-    counts = np.array([s.count for s in scheduled], dtype=np.int64)
+    counts = np.array([s.rows for s in scheduled], dtype=np.int64)
     first = np.array([starts[s.request] for s in scheduled], dtype=np.int64)
     guess = np.array([s.position for s in scheduled], dtype=np.int64)
     owner = np.repeat(np.arange(len(scheduled)), counts)
@@ -112,7 +114,7 @@ class _Shard:
 
 
 class Filer:
-    """Two threads. What goes wrong in them never stops the engine: every later shard's `.error` file tells."""
+    """One thread files, some write. What goes wrong never stops the engine: every later shard's `.error` file tells."""
 
     def __init__(self, arena: Arena, layers: tuple[int, ...]) -> None:
         self._arena, self._layers = arena, layers
@@ -123,7 +125,10 @@ class Filer:
         self._shards: queue.Queue[_Shard | None] = queue.Queue()
         self._threads = [
             threading.Thread(target=self._file, name="eyas-capture-file", daemon=True),
-            threading.Thread(target=self._write, name="eyas-capture-write", daemon=True),
+            *(
+                threading.Thread(target=self._write, name=f"eyas-capture-write-{i}", daemon=True)
+                for i in range(_WRITERS)
+            ),
         ]
         for thread in self._threads:
             thread.start()
@@ -151,7 +156,8 @@ class Filer:
                 if isinstance(item, Books):
                     for path in item.closed:
                         self._shards.put(_Shard(path, self._open.pop(path, []), self._failure))
-        self._shards.put(None)
+        for _ in range(_WRITERS):
+            self._shards.put(None)
 
     def _put(self, step: _Step) -> None:
         copied = step.copied

@@ -104,7 +104,7 @@ class HfEngine:
             mask[i, width - lengths[i] :] = 1
         ids, mask = ids.to(self.device), mask.to(self.device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        generators = [_generator(sampling.seed, self.device) for _ in batch]
+        generators = [_generator(sampling.seed if r.seed is None else r.seed, self.device) for r in batch]
         outputs: list[list[int]] = [[] for _ in batch]
         logprobs: list[list[float]] = [[] for _ in batch]
         reasons: list[str | None] = [None] * len(batch)

@@ -23,11 +23,11 @@ def open_engine(
     from eyas.engine.vllm import VllmEngine
 
     return VllmEngine(
-        recipe.engine,
+        recipe.server,
         target,
         layers,
         run.states,
         log_file=run.logs / "harvest-server.log",
-        max_model_len=recipe.data.max_length + MARGIN,
+        max_model_len=min(target.max_position_embeddings, recipe.data.max_length + MARGIN),
         progress_say=progress.say,
     )

@@ -101,10 +101,16 @@ class VllmEngine:
 
 
 def _generate(
-    endpoints: list[Endpoint], requests: Iterable[Request], sampling: SamplingPart, concurrency: int, capture: bool
+    endpoints: list[Endpoint],
+    requests: Iterable[Request],
+    sampling: SamplingPart,
+    concurrency: int,
+    capture: bool,
+    extra: dict[str, Any] | None = None,
 ) -> Iterator[Completion]:
+    """extra: further fields of every request's body (benchmarks: ignore_eos)."""
     out: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
-    run = _Run(endpoints, iter(requests), sampling, concurrency, capture, out)
+    run = _Run(endpoints, iter(requests), sampling, concurrency, capture, extra or {}, out)
     thread = threading.Thread(target=run.main, name="eyas-vllm-client", daemon=True)
     thread.start()
     try:
@@ -128,11 +134,12 @@ class _Run:
         sampling: SamplingPart,
         concurrency: int,
         capture: bool,
+        extra: dict[str, Any],
         out: "queue.SimpleQueue[Completion | BaseException | None]",
     ) -> None:
         self._requests, self._sampling, self._capture, self._out = requests, sampling, capture, out
         self._concurrency = concurrency
-        self._endpoints = [_Client(e, sampling, capture) for e in endpoints]
+        self._endpoints = [_Client(e, sampling, capture, extra) for e in endpoints]
         self._loop = asyncio.new_event_loop()
         self._room = asyncio.Semaphore(_OUTSTANDING * concurrency)
         self._main: asyncio.Task[None] | None = None
@@ -210,10 +217,10 @@ class _Run:
 class _Client:
     """One server: its connection pool, and how it is asked."""
 
-    def __init__(self, endpoint: Endpoint, sampling: SamplingPart, capture: bool) -> None:
+    def __init__(self, endpoint: Endpoint, sampling: SamplingPart, capture: bool, extra: dict[str, Any]) -> None:
         self.endpoint = endpoint
         self.in_flight = 0
-        self._sampling, self._capture = sampling, capture
+        self._sampling, self._capture, self._extra = sampling, capture, extra
         self._http: httpx.AsyncClient | None = None
         self._model = ""
 
@@ -247,7 +254,7 @@ class _Client:
             "top_k": s.top_k or 0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "seed": s.seed,
+            "seed": s.seed if request.seed is None else request.seed,
             "logprobs": 0,  # the sampled token's own, and no other
             "return_token_ids": True,
         }
@@ -255,7 +262,7 @@ class _Client:
             body["prompt_logprobs"] = 0
         if self._capture:
             body["kv_transfer_params"] = {"capture": True}
-        return body
+        return body | self._extra
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, what: str) -> Any:
         """One exchange; connection errors, time-outs and 5xx are tried again, with growing pauses."""

@@ -1,7 +1,7 @@
 """The answers that a drafter is measured on: harvested prompts, the target's greedy tokens, and their states."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, tensor
 
@@ -26,12 +26,23 @@ class Answer:
     """ended with a stop token, not by its length"""
     states: Callable[[], Tensor]
     """reads [rows, layers, hidden]; the last layer is the state before the final norm"""
+    spare: int = 0
+    """known tokens at the end that are not asked for again"""
+
+    def sparing(self, tokens: int) -> "Answer":
+        """For drafts of `tokens`: an answer cut by its length spares so many, which judge the last draft."""
+        return self if self.stopped else replace(self, spare=min(tokens, len(self.output_ids) - 1))
+
+    @property
+    def expected(self) -> list[int]:
+        """What the engine must answer when asked again."""
+        return self.output_ids[: len(self.output_ids) - self.spare]
 
     def request(self, recipe: Recipe) -> Request:
-        """The same request again: ended by length at the same token, or free to stop where it stopped."""
+        """The same request again: ended by length at a known token, or free to stop where it stopped."""
         room = recipe.data.max_length - len(self.prompt_ids)
         free = max(len(self.output_ids), min(recipe.engine.sampling.max_tokens, room))
-        return Request(self.id, self.prompt_ids, free if self.stopped else len(self.output_ids))
+        return Request(self.id, self.prompt_ids, free if self.stopped else len(self.expected))
 
     def request_of(self, max_tokens: int) -> Request:
         return Request(f"{self.id} (warm-up)", self.prompt_ids, max_tokens)
@@ -39,7 +50,7 @@ class Answer:
     def sequence(self) -> Sequence:
         states = self.states()
         ids = tensor([*self.prompt_ids, *self.output_ids])
-        return Sequence(ids, len(self.prompt_ids), states[:, :-1].flatten(1).float(), self.stopped)
+        return Sequence(ids, len(self.prompt_ids), states[:, :-1].flatten(1).float(), len(self.expected))
 
 
 def chosen(store: HarvestStore, count: int) -> dict[str, list[SampleRef]]:

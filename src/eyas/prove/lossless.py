@@ -79,13 +79,13 @@ def compare(
     differences = []
     for answer in answers:
         got = served[answer.id]
-        if got != answer.output_ids:
+        if got != answer.expected:
             differences.append(_difference(answer, got, logits))
     return Losslessness(len(answers), len(answers) - len(differences), differences, TIE.get(dtype, TIE_REDUCED))
 
 
 def _difference(answer: Answer, got: list[int], logits: Callable[[Tensor], Tensor]) -> Difference:
-    want = answer.output_ids
+    want = answer.expected
     at = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got)))
     expected = want[at] if at < len(want) else None
     other = got[at] if at < len(got) else None

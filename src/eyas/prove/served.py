@@ -53,7 +53,7 @@ def serve(
     sampling, tokens = greedy(recipe.engine.sampling), recipe.verify.speculative_tokens
     served: dict[str, Served] = {}
     with VllmEngine(
-        recipe.engine,
+        recipe.server,
         target,
         None,
         None,
@@ -97,7 +97,7 @@ def answer_greedily(
     tokens, seconds = 0, 0.0
     fresh: dict[str, list[Answer]] = {}
     with VllmEngine(
-        recipe.engine,
+        recipe.server,
         target,
         layers,
         states_dir,

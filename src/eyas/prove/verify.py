@@ -40,7 +40,7 @@ def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) 
     if not groups["seen"]:
         raise InputError("no harvested answer to verify with", fix="run `eyas harvest RECIPE` first")
     if recipe.engine.kind == "hf" or recipe.engine.urls:
-        return _replay(recipe, target, run, groups, progress)
+        return _replay(recipe, target, run, _sparing(groups, recipe), progress)
 
     fresh_states = run.root / "verify-states"
     baseline, source = _harvest_speed(run, recipe)
@@ -48,6 +48,7 @@ def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) 
         if not harvest_is_greedy(recipe):
             groups, baseline = answer_greedily(recipe, target, run, layers, groups, fresh_states, progress)
             source = "a pass of the same prompts without a drafter, states captured"
+        groups = _sparing(groups, recipe)
         served = serve(recipe, target, run, groups, progress)
         lossless = compare(
             [a for name in served for a in groups[name]],
@@ -86,6 +87,10 @@ def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) 
         "lossless": "yes" if lossless.lossless else "up to ties of the target",
         **{f"acceptance_{n}": f"{report[n]['acceptance_length']:.2f}" for n in GROUPS if report[n] is not None},
     }
+
+
+def _sparing(groups: dict[str, list[Answer]], recipe: Recipe) -> dict[str, list[Answer]]:
+    return {name: [a.sparing(recipe.verify.speculative_tokens) for a in answers] for name, answers in groups.items()}
 
 
 class _TeacherOnDemand:

@@ -5,9 +5,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from eyas.data.lengths import SHARES, length_summary, share_bin, share_summary
+from eyas.data.schema import DROPPED
 from eyas.data.shapes import Conversation, RowError, answered, asked, read_row
 from eyas.data.sources import open_source
 from eyas.errors import InputError
@@ -33,6 +38,10 @@ class DataEstimate:
     """of them generated, or supervised in kept answers; at most"""
     source: str
     """where these numbers come from"""
+    prompt_lengths: dict[str, Any]
+    """min, median, p95, max, histogram (eyas.data.lengths), of the samples that were looked at"""
+    answer_lengths: dict[str, Any]
+    supervised_shares: dict[str, int]
 
 
 def estimate_data(recipe: Recipe, target: TargetInfo, run: RunDir) -> DataEstimate:
@@ -44,9 +53,10 @@ def estimate_data(recipe: Recipe, target: TargetInfo, run: RunDir) -> DataEstima
             return found
     count_tokens, counted_by = _token_counter(target.path)
     longest = min(recipe.data.max_length, target.max_position_embeddings)
-    used = rows = samples = tokens = answers = 0
+    used = rows = 0
+    looked_at: list[tuple[int, int]] = []
     total = 0
-    for name in recipe.data.prompts:
+    for name in (source.path for source in recipe.data.sources):
         first = list(islice(open_source(name), ROWS))  # before counting: says what is wrong with a source
         total += len(first) if len(first) < ROWS else _count(name)
         for row in first:
@@ -58,18 +68,17 @@ def estimate_data(recipe: Recipe, target: TargetInfo, run: RunDir) -> DataEstima
             except RowError:
                 continue
             used += 1
-            samples += len(turns)
-            tokens += sum(all_ for all_, _ in turns)
-            answers += sum(answer for _, answer in turns)
+            looked_at += turns
     if not used:
+        names = ", ".join(source.path for source in recipe.data.sources)
         raise InputError(
-            f"data.prompts: none of the first {rows} rows of {', '.join(recipe.data.prompts)} is usable",
+            f"data.prompts: none of the first {rows} rows of {names} is usable",
             fix="the README lists the shapes of rows that are read",
         )
     conversations = round(total * used / rows)
     if recipe.data.limit is not None:
         conversations = min(conversations, recipe.data.limit)
-    scale = conversations / used
+    scale = conversations * recipe.data.samples_per_prompt / used
     what = (
         "at most: every answer as long as engine.sampling.max_tokens"
         if recipe.data.responses == "regenerate"
@@ -77,11 +86,17 @@ def estimate_data(recipe: Recipe, target: TargetInfo, run: RunDir) -> DataEstima
     )
     return DataEstimate(
         conversations,
-        round(samples * scale),
-        round(tokens * scale),
-        round(answers * scale),
+        round(len(looked_at) * scale),
+        round(sum(n for n, _ in looked_at) * scale),
+        round(sum(answer for _, answer in looked_at) * scale),
         f"first {rows:,} of {total:,} rows, {counted_by}; {what}",
+        *_histograms(np.array([n for n, _ in looked_at]), np.array([answer for _, answer in looked_at])),
     )
+
+
+def _histograms(tokens: np.ndarray, answers: np.ndarray) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+    shares = np.bincount(share_bin(answers, np.maximum(tokens, 1)), minlength=SHARES)
+    return length_summary(tokens - answers), length_summary(answers), share_summary(shares)
 
 
 def _samples(
@@ -157,16 +172,23 @@ def _count_json(file: Path) -> int:
 
 def _harvested(run: RunDir) -> DataEstimate | None:
     conversations: set[str] = set()
-    samples = tokens = answers = 0
+    tokens, answers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for file in sorted(run.samples.glob("*.parquet")):
         if file.name == run.prepared.name:
             continue
-        table = pq.read_table(file, columns=["conversation", "rows", "prompt_length"])
+        table = pq.read_table(file, columns=["conversation", "rows", "supervised", "split"])
+        table = table.filter(pc.not_equal(table["split"], DROPPED))
         conversations.update(table["conversation"].to_pylist())
-        samples += table.num_rows
-        rows, prompts = table["rows"].to_numpy(), table["prompt_length"].to_numpy()
-        tokens += int((rows + 1).sum())
-        answers += int((rows + 1 - prompts).sum())
-    if not samples:
+        tokens.append(table["rows"].to_numpy() + 1)
+        answers.append(table["supervised"].to_numpy())
+    all_, supervised = np.concatenate(tokens), np.concatenate(answers)
+    if not len(all_):
         return None
-    return DataEstimate(len(conversations), samples, tokens, answers, "harvested in this run directory")
+    return DataEstimate(
+        len(conversations),
+        len(all_),
+        int(all_.sum()),
+        int(supervised.sum()),
+        "harvested in this run directory",
+        *_histograms(all_, supervised),
+    )

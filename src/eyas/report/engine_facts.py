@@ -40,7 +40,7 @@ def engine_facts(
         problems.append(Problem(e.message, e.fix or "install vLLM"))
         vllm, version = Installed(recipe.engine.python or "python", "vllm", "0"), None
     launch = launch_line(
-        recipe.engine,
+        recipe.server,
         target,
         vllm,
         port=8000,

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from eyas.files import read_json, write_text
 from eyas.recipe import Recipe, dump_recipe
-from eyas.report.plots import bars, curves, lines
+from eyas.report.plots import bars, curves, histogram, lines
 from eyas.rundir import RunDir, StageRecord
 
 STAGES = ("prepare", "harvest", "vocab", "train", "export", "verify")
@@ -85,6 +85,7 @@ def _content(run: RunDir, recipe: Recipe) -> dict[str, Any]:
                     "Drafts that accepted at least so many tokens, as a share of all drafts (vLLM's counters are sums "
                     "over drafts).",
                 ),
+                *_length_figures(records),
             )
             if figure is not None
         ],
@@ -200,6 +201,28 @@ def _acceptance_bars(verified: dict[str, Any] | None) -> str | None:
         groups[f"{name}, predicted"] = found.get("predicted_acceptance_rate_per_position") or []
     count = verified["num_speculative_tokens"]
     return bars(groups, labels=[f"token {i + 1}" for i in range(count)], y="share of drafts")
+
+
+def _length_figures(records: dict[str, StageRecord]) -> list[dict[str, str] | None]:
+    """Lengths and supervised shares, harvested; before a harvest, prepared."""
+    counts = {name: records[name].counts for name in ("prepare", "harvest") if name in records}
+    harvested, prepared = counts.get("harvest", {}), counts.get("prepare", {})
+    if "prompt_lengths" in harvested:
+        lengths = {"prompts": harvested["prompt_lengths"], "answers": harvested["answer_lengths"]}
+    else:
+        lengths = {"prepared": prepared["lengths"]} if "lengths" in prepared else {}
+    shares = harvested.get("supervised_shares") or prepared.get("supervised_shares") or {}
+    told = "; ".join(
+        f"{k}: median {v['median']:,}, 95 % up to {v['p95']:,}, longest {v['max']:,}" for k, v in lengths.items()
+    )
+    return [
+        _figure("Lengths", histogram({k: v["histogram"] for k, v in lengths.items()}, x="tokens, at most"), told),
+        _figure(
+            "Supervised share",
+            histogram({"samples": shares}, x="supervised share of the tokens, at most"),
+            "Training cost follows the supervised tokens.",
+        ),
+    ]
 
 
 def _figure(title: str, uri: str | None, remark: str = "") -> dict[str, str] | None:

@@ -42,7 +42,7 @@ class StatesPlan:
     total_bytes_bf16: int | None
     total_bytes_fp8: int | None
     disk_bytes: int | None
-    """what lies on disk at once, at `states.dtype` and under `states.window`"""
+    """what lies on disk at once, at `states.dtype`"""
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,7 @@ def _states(recipe: Recipe, target: TargetInfo, drafter: Drafter, data: DataEsti
     stored = state_bytes(target, drafter, stored_width(recipe, target))
     if data is None:
         return StatesPlan(bf16, fp8, stored, None, None, None)
-    at_once = data.tokens
-    if recipe.states.window is not None and data.samples:
-        at_once = round(data.tokens * min(1.0, recipe.states.window / data.samples))
-    return StatesPlan(bf16, fp8, stored, bf16 * data.tokens, fp8 * data.tokens, stored * at_once)
+    return StatesPlan(bf16, fp8, stored, bf16 * data.tokens, fp8 * data.tokens, stored * data.tokens)
 
 
 def _times(

@@ -34,6 +34,7 @@ def find_problems(
         *_target_problems(recipe, target),
         *_draft_problems(recipe, target),
         *_memory_problems(recipe, target, machine, memory),
+        *_window_problems(recipe),
         *_disk_problems(machine, states_bytes, checkpoint_bytes, run),
     ]
 
@@ -141,6 +142,18 @@ def _memory_problems(recipe: Recipe, target: TargetInfo, machine: Machine, memor
     return found
 
 
+def _window_problems(recipe: Recipe) -> list[Problem]:
+    if recipe.states.window is None:
+        return []
+    return [
+        Problem(
+            f"states.window is {recipe.states.window:,}, but no stage can drop states and harvest them again yet: all "
+            "are kept",
+            "leave states.window out; data.limit bounds what is kept",
+        )
+    ]
+
+
 def _disk_problems(machine: Machine, states: int | None, checkpoints: int, run: RunDir) -> list[Problem]:
     need = max(0, (states or 0) - _stored(run.states)) + max(0, checkpoints - _stored(run.train))
     if need <= machine.disk_free:
@@ -150,7 +163,7 @@ def _disk_problems(machine: Machine, states: int | None, checkpoints: int, run: 
             f"not enough disk: hidden states ({size(states or 0)}) and checkpoints ({size(checkpoints)}) need "
             f"{size(need)} more, "
             f"{size(machine.disk_free)} are free at {run.root}",
-            "set states.window or data.limit, a smaller engine.sampling.max_tokens, or run_dir on a larger disk",
+            "set data.limit, a smaller engine.sampling.max_tokens, or run_dir on a larger disk",
         )
     ]
 

@@ -1,7 +1,7 @@
 """A plan as tables for the terminal."""
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +11,9 @@ from eyas.report.plan_problems import size
 
 if TYPE_CHECKING:
     from eyas.report.plan import Plan
+
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def print_plan(plan: "Plan", console: Console) -> None:
@@ -75,6 +78,9 @@ def _data_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("conversations", f"{d.conversations:,}, {d.samples:,} samples"),
         ("tokens", f"{d.tokens:,}, of them {d.answer_tokens:,} supervised"),
         ("from", d.source),
+        ("prompt tokens", length_line(d.prompt_lengths)),
+        ("answer tokens", length_line(d.answer_lengths)),
+        ("supervised share", histogram_line(d.supervised_shares)),
     ]  # fmt: skip
     rows.append(("bytes a token", f"{s.bytes_per_token_bf16:,} (bf16), {s.bytes_per_token_fp8:,} (fp8)"))
     if s.total_bytes_bf16 is not None and s.total_bytes_fp8 is not None and s.disk_bytes is not None:
@@ -132,3 +138,21 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def length_line(lengths: dict[str, Any]) -> str:
+    """Quantiles and histogram of eyas.data.lengths in one line."""
+    quantiles = ", ".join(f"{name} {lengths[name]:,}" for name in ("median", "p95", "max"))
+    return f"{quantiles}   {histogram_line(lengths['histogram'])}"
+
+
+def histogram_line(histogram: dict[str, int]) -> str:
+    """One block for each bin from the first to the last that is not empty, between their upper bounds."""
+    names = [name for name, n in histogram.items() if n]
+    if not names:
+        return "none"
+    bins = list(histogram)
+    shown = bins[bins.index(names[0]) : bins.index(names[-1]) + 1]
+    most = max(histogram.values())
+    blocks = "".join(" " if not histogram[b] else _BLOCKS[(histogram[b] * len(_BLOCKS) - 1) // most] for b in shown)
+    return f"up to {shown[0]} |{blocks}| up to {shown[-1]}"

@@ -1,4 +1,4 @@
-"""The report's plots, as SVG data URIs: training curves, acceptance by position."""
+"""The report's plots, as SVG data URIs: training curves, acceptance by position, lengths of samples."""
 
 import base64
 import io
@@ -66,6 +66,24 @@ def bars(groups: dict[str, list[float]], *, labels: list[str], y: str) -> str | 
     axes.set_xticks(range(len(labels)), labels)
     _as_share(axes)
     axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    return _data_uri(figure)
+
+
+def histogram(series: dict[str, dict[str, int]], *, x: str, y: str = "samples") -> str | None:
+    """Bars of counts over the same bins for each series {bin: count}."""
+    drawn = {name: counts for name, counts in series.items() if any(counts.values())}
+    if not drawn:
+        return None
+    bins = sorted({b for counts in drawn.values() for b in counts}, key=lambda b: float(b.rstrip("%")))
+    figure, axes = _axes(x, y)
+    width = 0.8 / len(drawn)
+    for i, (name, counts) in enumerate(drawn.items()):
+        at = [j + (i - (len(drawn) - 1) / 2) * width for j in range(len(bins))]
+        rects = axes.bar(at, [counts.get(b, 0) for b in bins], width * 0.9, label=name, color=COLORS[i % len(COLORS)])
+        axes.bar_label(rects, [f"{n:,}" if (n := counts.get(b, 0)) else "" for b in bins], fontsize=7, color=INK)
+    axes.set_xticks(range(len(bins)), [b if "%" in b else f"{int(b):,}" for b in bins])
+    if len(drawn) > 1:
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     return _data_uri(figure)
 
 

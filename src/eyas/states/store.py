@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from eyas.data.schema import part_files
+from eyas.data.schema import DROPPED, part_files
 from eyas.errors import EyasError, InputError, ProofError
 from eyas.rundir import RunDir
 from eyas.states.shard import Shard
@@ -85,7 +85,8 @@ class Recent(Generic[K, V]):
 
 
 class HarvestStore:
-    """The committed samples of a run directory. Opens nothing until asked; holds a bounded number of files.
+    """The committed samples of a run directory, without dropped answers. Opens nothing until asked; holds a bounded
+    number of files.
 
     Not thread-safe and not fork-safe once a file is open: give each worker its own.
     """
@@ -155,4 +156,5 @@ class HarvestStore:
             raise EyasError(f"{path} is not a whole file of samples: {e}", fix="delete it and harvest again") from None
         values = zip(*(columns[name] for name in _LIGHT), strict=True)
         for row, (id_, split, prompt, supervised, rows, shard, index) in enumerate(values):
-            yield SampleRef(id_, split, rows + 1, prompt, supervised, rows, shard, index, part, row)
+            if split != DROPPED:
+                yield SampleRef(id_, split, rows + 1, prompt, supervised, rows, shard, index, part, row)

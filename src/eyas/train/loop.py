@@ -298,8 +298,12 @@ class Rhythm(TrainerCallback):
         return control
 
 
+def in_bfloat16(part: TrainPart, device: torch.device) -> bool:
+    """Whether matrix products are bf16 (weights and moments are float32 in any case)."""
+    return device.type == "cuda" if part.compute == "auto" else part.compute == "bfloat16"
+
+
 def training_arguments(part: TrainPart, directory: Path, total: int, device: torch.device) -> TrainingArguments:
-    compute = part.compute if part.compute != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
     return TrainingArguments(
         output_dir=str(directory),
         max_steps=total,
@@ -307,7 +311,7 @@ def training_arguments(part: TrainPart, directory: Path, total: int, device: tor
         learning_rate=part.lr,
         max_grad_norm=part.clip,
         seed=part.seed,
-        bf16=compute == "bfloat16",
+        bf16=in_bfloat16(part, device),
         use_cpu=device.type == "cpu",
         logging_strategy="no",
         save_strategy="no",

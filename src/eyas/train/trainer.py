@@ -28,7 +28,7 @@ from eyas.states.store import HarvestStore, SampleRef
 from eyas.target.info import TargetInfo
 from eyas.train import checkpoints
 from eyas.train.data import Layout, Reader, layout
-from eyas.train.loop import Batches, DrafterTrainer, Log, training_arguments, training_device
+from eyas.train.loop import Batches, DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
 from eyas.train.packing import check_budget, make_schedule, pack, trainable
 
 FREE_SETTINGS = {"keep", "save_every", "eval_every"}
@@ -71,6 +71,8 @@ def train(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) -
     model = init_drafter(config, vocab, target, train_head=part.train_head, seed=part.seed)
     if recipe.draft.from_ is not None:
         load_drafter(model, Path(recipe.draft.from_))
+    if in_bfloat16(part, device):
+        model.hold_frozen_in(torch.bfloat16)
     first_norms = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad and p.ndim == 1}
     start, total = (0 if found is None else found.step), len(schedule.steps)
     if found is not None:
