@@ -13,6 +13,10 @@ LINE_EVERY = 10.0
 """seconds between two lines of one task where no bar can be drawn"""
 
 
+ENOUGH = 0.1
+"""share of the work after which its rate says how long the rest takes"""
+
+
 class Task:
     """One long piece of work. `advance` counts units; further counts (tokens=...) are shown as rates."""
 
@@ -45,7 +49,7 @@ class Task:
         passed = time.monotonic() - self._start
         fresh = self.done - self._first
         left = ""
-        if self._total and fresh > 0:
+        if self._total and fresh >= ENOUGH * (self._total - self._first):
             left = f", {passed / fresh * (self._total - self.done):,.0f} s left"
         of = f"/{self._total:,}" if self._total else ""
         return f"{self._name}: {self.done:,}{of} {self._unit}  {self._details()}{left}"

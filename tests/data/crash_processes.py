@@ -42,6 +42,7 @@ SHORT_PAUSE = 0.02
 def client(target: Path, root: Path, prompts: Path, url: str) -> int:
     """0 and "done SAMPLES NEW", or the error's exit code and message, as `eyas harvest` has them."""
     vllm.tenacity.wait_exponential_jitter = lambda **kwargs: tenacity.wait_fixed(SHORT_PAUSE)  # type: ignore[misc,assignment]
+    vllm.OUTAGE_SECONDS = 0.0
     run, quiet = RunDir(root), Progress(quiet=True)
     what = recipe(root, target, [prompts], states="bf16")
     what = what.model_copy(update={"engine": what.engine.model_copy(update={"urls": [url], "concurrency": 6})})

@@ -147,6 +147,25 @@ def test_an_error_of_the_requests_iterator_reaches_the_caller(fake: Fake) -> Non
         list(ask([fake.url], requests()))
 
 
+def test_a_given_server_that_is_away_for_a_while_pauses_the_job(fake: Fake) -> None:
+    drops = list(range(12))
+
+    def away(body: dict[str, Any]) -> tuple[int, Any]:
+        if drops:
+            drops.pop()
+            raise ConnectionError  # the connection ends without a reply
+        return echo(body)
+
+    fake.answer = away
+    said: list[str] = []
+    given = [GivenServer(fake.url, "k")]
+    got = list(vllm._generate(given, asked(6), GREEDY, 1, False, patience=30, say=said.append))
+    assert {c.id for c in got} == {f"r{i}" for i in range(6)}
+    assert len(said) == 2
+    assert said[0].startswith(f"{fake.url} does not answer (")
+    assert said[1] == f"{fake.url} answers again"
+
+
 def test_several_servers_share_the_load(fake: Fake) -> None:
     other = Fake()
     try:

@@ -9,6 +9,7 @@ import contextlib
 import math
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ SHARD_SECONDS = 120.0
 """longest wait for a shard after its reply (servers close shards after a few seconds)"""
 REPLY_SECONDS = 3600.0
 _ATTEMPTS = 5
+OUTAGE_SECONDS = 600.0
+"""longest wait for a server of `engine.urls` that does not answer: its user may start it again"""
+ENDING_SECONDS = 30.0
+"""the same for a server of our own: the time in which its supervisor ends what is left of it, and says so"""
 _OUTSTANDING = 8
 """requests begun but not yet handed to the caller, as a multiple of the concurrency"""
 _POLL_SECONDS = 0.02
@@ -51,6 +56,7 @@ class VllmEngine:
     ) -> None:
         self._concurrency = engine.concurrency
         self._capture = layers is not None
+        self._say = progress_say or (lambda line: None)
         self.server: VllmServer | None = None
         if engine.urls:
             self._endpoints: list[Endpoint] = [*given_servers(engine)]
@@ -84,7 +90,10 @@ class VllmEngine:
         Raises EngineError when a server refuses a request, dies, answers with other tokens than it was
         sent, or does not deliver the states.
         """
-        return _generate(self._endpoints, requests, sampling, self._concurrency, self._capture)
+        patience = OUTAGE_SECONDS if self.server is None else ENDING_SECONDS
+        return _generate(
+            self._endpoints, requests, sampling, self._concurrency, self._capture, patience=patience, say=self._say
+        )
 
     def spec_counters(self) -> SpecCounters:
         """Speculative decoding since the servers started, summed over them."""
@@ -107,10 +116,13 @@ def _generate(
     concurrency: int,
     capture: bool,
     extra: dict[str, Any] | None = None,
+    patience: float = 0.0,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Completion]:
-    """extra: further fields of every request's body (benchmarks: ignore_eos)."""
+    """extra: further fields of every request's body (benchmarks: ignore_eos); patience: seconds to wait for a server
+    that does not answer."""
     out: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
-    run = _Run(endpoints, iter(requests), sampling, concurrency, capture, extra or {}, out)
+    run = _Run(endpoints, iter(requests), sampling, concurrency, capture, extra or {}, out, patience, say)
     thread = threading.Thread(target=run.main, name="eyas-vllm-client", daemon=True)
     thread.start()
     try:
@@ -136,10 +148,12 @@ class _Run:
         capture: bool,
         extra: dict[str, Any],
         out: "queue.SimpleQueue[Completion | BaseException | None]",
+        patience: float,
+        say: Callable[[str], None],
     ) -> None:
         self._requests, self._sampling, self._capture, self._out = requests, sampling, capture, out
         self._concurrency = concurrency
-        self._endpoints = [_Client(e, sampling, capture, extra) for e in endpoints]
+        self._endpoints = [_Client(e, sampling, capture, extra, patience, say) for e in endpoints]
         self._loop = asyncio.new_event_loop()
         self._room = asyncio.Semaphore(_OUTSTANDING * concurrency)
         self._main: asyncio.Task[None] | None = None
@@ -217,12 +231,22 @@ class _Run:
 class _Client:
     """One server: its connection pool, and how it is asked."""
 
-    def __init__(self, endpoint: Endpoint, sampling: SamplingPart, capture: bool, extra: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        sampling: SamplingPart,
+        capture: bool,
+        extra: dict[str, Any],
+        patience: float,
+        say: Callable[[str], None],
+    ) -> None:
         self.endpoint = endpoint
         self.in_flight = 0
         self._sampling, self._capture, self._extra = sampling, capture, extra
         self._http: httpx.AsyncClient | None = None
         self._model = ""
+        self._patience, self._say = patience, say
+        self._away_since: float | None = None
 
     @contextlib.asynccontextmanager
     async def opened(self, connections: int) -> AsyncIterator[None]:
@@ -267,18 +291,35 @@ class _Client:
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, what: str) -> Any:
         """One exchange; connection errors, time-outs and 5xx are tried again, with growing pauses."""
         assert self._http is not None
+        tries = 0
+
+        def hopeless(state: tenacity.RetryCallState) -> bool:
+            error = None if state.outcome is None else state.outcome.exception()
+            away = isinstance(error, _Away) and self._model != ""  # it has answered before
+            now = time.monotonic()
+            if away and self._patience > 0 and self._away_since is None:
+                self._away_since = now
+                self._say(f"{self.endpoint.url} does not answer ({error}); waiting, at most {self._patience:.0f} s")
+            waiting = away and self._away_since is not None and now - self._away_since < self._patience
+            return state.attempt_number >= _ATTEMPTS and not waiting
+
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(_Transient),
-            stop=tenacity.stop_after_attempt(_ATTEMPTS),
+            stop=hopeless,
             wait=tenacity.wait_exponential_jitter(initial=0.5, max=20),
             reraise=True,
         )
         try:
             async for attempt in retrying:
+                tries = attempt.retry_state.attempt_number
                 with attempt:
-                    return await self._once(self._http, method, path, body, what)
+                    answer = await self._once(self._http, method, path, body, what)
+                    if self._away_since is not None:
+                        self._away_since = None
+                        self._say(f"{self.endpoint.url} answers again")
+                    return answer
         except _Transient as e:
-            raise EngineError(f"{what}: {self.endpoint.url} failed {_ATTEMPTS} times, last: {e}") from None
+            raise EngineError(f"{what}: {self.endpoint.url} failed {tries} times, last: {e}") from None
         raise AssertionError("unreachable")
 
     async def _once(
@@ -288,7 +329,7 @@ class _Client:
             reply = await http.request(method, path, json=body)
         except httpx.TransportError as e:
             self.endpoint.check()  # a dead server is not tried again
-            raise _Transient(f"{type(e).__name__} {e}".strip()) from None
+            raise _Away(f"{type(e).__name__} {e}".strip()) from None
         if reply.status_code >= 500:
             raise _Transient(f"HTTP {reply.status_code}: {_server_message(reply)}")
         if reply.status_code >= 400:
@@ -303,6 +344,10 @@ class _Client:
 
 class _Transient(Exception):
     """Worth another try."""
+
+
+class _Away(_Transient):
+    """No answer at all: the server may be gone."""
 
 
 def _headers(endpoint: Endpoint) -> dict[str, str]:
