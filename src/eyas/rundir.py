@@ -1,17 +1,19 @@
 """A run directory: where each artifact lies, what each stage recorded, and the lock that keeps two runs apart."""
 
 import fcntl
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from eyas.errors import InputError
 from eyas.files import read_json, write_json
 
 Status = Literal["running", "done", "failed"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,14 @@ class StageRecord:
     versions: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Owner:
+    """What target.json says: the target that a directory belongs to."""
+
+    path: str
+    fingerprint: str
+
+
 class RunDir:
     """Paths and records of one run. All paths lie inside `root`."""
 
@@ -43,6 +53,7 @@ class RunDir:
         self.root = root
         self.recipe = root / "recipe.yaml"
         self.run_json = root / "run.json"
+        self.target_json = root / "target.json"
         self.samples = root / "samples"
         self.prepared = self.samples / "prepared.parquet"
         self.states = root / "states"
@@ -55,19 +66,25 @@ class RunDir:
         self.report_html = root / "report.html"
 
     def record(self, stage: str) -> StageRecord | None:
-        found = self._run().get("stages", {}).get(stage)
-        return None if found is None else StageRecord(**found)
+        return self.records().get(stage)
 
     def records(self) -> dict[str, StageRecord]:
-        return {name: StageRecord(**r) for name, r in self._run().get("stages", {}).items()}
+        """Raises InputError when run.json is no record of stages."""
+        found = _read(self.run_json, _RUN, "delete it: every stage runs again, the harvest keeps the samples it has")
+        return {} if found is None else found.get("stages", {})
 
     def write_record(self, stage: str, record: StageRecord) -> None:
-        run = self._run()
-        run.setdefault("stages", {})[stage] = asdict(record)
-        write_json(self.run_json, run)
+        stages = self.records() | {stage: record}
+        write_json(self.run_json, {"stages": {name: asdict(r) for name, r in stages.items()}})
+
+    def owner(self) -> Owner | None:
+        """Raises InputError when target.json does not say it."""
+        return _read(self.target_json, _OWNER, "delete it: eyas writes it again, and never mixes samples of two targets")
 
     def proofs(self) -> list[Proof]:
-        return [Proof(**p) for p in read_json(self.proofs_json)] if self.proofs_json.exists() else []
+        """Raises InputError when proofs.json is no list of proofs."""
+        fix = f"delete it and {self.verify_json.name}, and run again: the drafter is then verified again"
+        return _read(self.proofs_json, _PROOFS, fix) or []
 
     def write_proofs(self, new: list[Proof]) -> None:
         """Adds proofs; one of the same name is replaced."""
@@ -77,9 +94,20 @@ class RunDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the run directory; a second process is refused. The lock ends with the process, also on kill -9."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with open(self.root / ".lock", "a+") as f:
+        """Holds the run directory; a second process is refused. The lock ends with the process, also on kill -9.
+
+        Raises InputError when there can be no such directory.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = open(self.root / ".lock", "a+")  # noqa: SIM115
+        except OSError as e:
+            why = "it is a file" if isinstance(e, FileExistsError) else e.strerror or str(e)
+            raise InputError(
+                f"run_dir {self.root} cannot be used: {why}",
+                fix="name a directory that you may write, or one that is not there yet, in run_dir",
+            ) from None
+        with lock as f:
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -88,13 +116,21 @@ class RunDir:
                 ) from None
             yield
 
-    def _run(self) -> dict[str, Any]:
-        if not self.run_json.exists():
-            return {}
-        try:
-            return dict(read_json(self.run_json))
-        except (json.JSONDecodeError, ValueError):
-            raise InputError(
-                f"{self.run_json} is not valid JSON",
-                fix="choose another run_dir, or delete the file to start over",
-            ) from None
+
+_RUN = TypeAdapter(dict[Literal["stages"], dict[str, StageRecord]])
+_OWNER = TypeAdapter(Owner)
+_PROOFS = TypeAdapter(list[Proof])
+
+
+def _read(path: Path, kind: TypeAdapter[T], fix: str) -> T | None:
+    """What a JSON file of the directory says; None if it is not there. Raises InputError when it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return kind.validate_python(read_json(path))
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise InputError(f"{path} is damaged: {where}: {first['msg']}", fix=fix) from None
+    except ValueError:
+        raise InputError(f"{path} is not valid JSON", fix=fix) from None

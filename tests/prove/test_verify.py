@@ -97,7 +97,7 @@ class FakeEngine:
             accepted = tuple(a + self.extra for a in found.accepted_per_position)
             self.counters += SpecCounters(found.drafts, found.drafts * self.tokens, sum(accepted), accepted)
             output = [1, *answer.expected[1:]] if self.spoil else answer.expected
-            yield Completion(r.id, r.prompt_ids, output, [], None, "stop", None)
+            yield Completion(r.id, r.prompt_ids, output, [-1.0] * len(output), None, "stop", None)
 
     def spec_counters(self) -> SpecCounters:
         return self.counters
@@ -159,7 +159,7 @@ def test_changed_output_fails(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> N
         verify.verify(tiny.recipe(run), tiny.target_info(run.root), run, Progress(quiet=True))
     found = read_json(run.verify_json)
     assert found["lossless"] is False
-    assert found["comparison"]["first_difference"]["position"] == 0
+    assert found["comparison"]["differences"][0]["position"] == 0
 
 
 def test_the_hf_engine_predicts_only(run: RunDir) -> None:

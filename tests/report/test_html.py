@@ -83,7 +83,7 @@ def verified(**changes: Any) -> dict[str, Any]:
         "mode": "served",
         "num_speculative_tokens": 3,
         "lossless": True,
-        "comparison": {"compared": 64, "equal": 64, "ties": 0, "tie_gap": 0.001, "first_difference": None},
+        "comparison": {"compared": 64, "equal": 64, "ties": 0, "tie_gap": 0.001, "noise": 0.0, "differences": []},
         "baseline_source": "the harvest",
         "seen": group,
         "held_out": {**group, "acceptance_length": 1.402},

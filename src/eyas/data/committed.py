@@ -49,18 +49,23 @@ class Committed:
         with new ones: they go.
         """
         again: Counter[str] = Counter()
+        lost: Counter[str] = Counter()
         notes = []
         for aside in [*self.run.samples.glob(".*.part"), *self.run.states.glob(".*.part")]:
             aside.unlink(missing_ok=True)
         shards = set()
         for part in part_files(self.run.samples):
-            reason = self._take(part)
-            if reason is None:
-                shards.add(f"{part.stem}.safetensors")
+            unusable = self._take(part)
+            if unusable is None:
+                shards.add(shard_of(part))
             else:
+                reason, samples = unusable
                 again[reason] += 1
+                lost[reason] += samples
                 part.unlink()
-        notes += [f"harvest: {n} sample files are harvested again: {reason}" for reason, n in again.items()]
+        for reason, n in again.items():
+            of = f" of {lost[reason]:,} samples" if lost[reason] else ""
+            notes.append(f"harvest: {n} sample files{of} are harvested again: {reason}")
         if self.run.states.is_dir():
             left = [p for p in self.run.states.iterdir() if p.is_file() and p.name not in shards]
             for p in left:
@@ -69,25 +74,31 @@ class Committed:
                 notes.append(f"harvest: removed {len(left)} files of states that were never committed")
         return notes
 
-    def _take(self, part: Path) -> str | None:
-        """Adds one part found on disk, with its rows' splits as prepared now. Returns why it cannot be used."""
+    def _take(self, part: Path) -> tuple[str, int] | None:
+        """Adds one part found on disk, with its rows' splits as prepared now.
+
+        Returns why it cannot be used, and how many samples that are (0: not known).
+        """
         try:
             table = pq.read_table(part)
         except (pa.ArrowException, OSError) as e:
-            return f"it cannot be read ({e})"
+            return f"{part.name} cannot be read ({e})", 0
         meta = table.schema.metadata or {}
         if not table.schema.remove_metadata().equals(HARVESTED):
-            return "its columns are another version's"
+            return "their columns are another version's", len(table)
         if meta.get(_SETTINGS) != self.settings.encode():
-            return "it was made with other settings"
+            return "they were made with other settings", len(table)
         last = max(table["index"].to_pylist(), default=-1)
         if last >= 0:  # else: all of its answers were dropped, and their states with them
+            path = self.run.states / shard_of(part)
+            if not path.exists():
+                return "their states are gone", len(table)
             try:
-                shard = Shard(self.run.states / f"{part.stem}.safetensors")
+                shard = Shard(path)
             except EyasError as e:
-                return e.message
+                return e.message, len(table)
             if shard.layers != self.layers or last >= len(shard):
-                return f"its states are of layers {shard.layers}, {len(shard)} samples"
+                return f"{path.name} holds layers {shard.layers}, {len(shard)} samples", len(table)
         self.parts.append(part)
         proof = json.loads(meta[_PROOF])
         self.proof += Difference(proof["worst"], proof["total"], proof["n"])
@@ -171,6 +182,28 @@ class Committed:
         base = (len(self.parts) - 1) << 32
         for row, id_ in enumerate(ids):
             self._where.setdefault(id_, base + row)
+
+
+def shard_of(part: Path) -> str:
+    """Name of the file inside states/ that holds a part's states."""
+    return f"{part.stem}.safetensors"
+
+
+def harvest_files(run: RunDir) -> list[Path]:
+    """Files without which committed samples are lost: each part, its shard, and the part of each shard. Names alone are
+    looked at, but for a part without a shard: it has none if all of its answers were dropped."""
+    found = set(part_files(run.samples))
+    parts = found | {run.samples / f"{shard.stem}.parquet" for shard in run.states.glob("[!.]*.safetensors")}
+    shards = [run.states / shard_of(part) for part in found]
+    needed = [s for p, s in zip(found, shards, strict=True) if s.exists() or _has_states(p)]
+    return sorted([*parts, *needed]) or [run.samples / "*.parquet"]
+
+
+def _has_states(part: Path) -> bool:
+    try:
+        return any(i >= 0 for i in pq.read_table(part, columns=["index"])["index"].to_pylist())
+    except (pa.ArrowException, OSError, KeyError):
+        return True
 
 
 def clear_harvest(run: RunDir) -> None:

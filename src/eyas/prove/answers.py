@@ -22,6 +22,8 @@ class Answer:
     id: str
     prompt_ids: list[int]
     output_ids: list[int]
+    logprobs: list[float]
+    """of each output token, as the engine gave them"""
     stopped: bool
     """ended with a stop token, not by its length"""
     states: Callable[[], Tensor]
@@ -72,7 +74,8 @@ def _harvested(store: HarvestStore, ref: SampleRef, target: TargetInfo) -> Answe
     tokens = store.tokens(ref)
     first = int(tokens.loss_mask.nonzero()[0])
     ids = tokens.token_ids.tolist()
-    return Answer(ref.id, ids[:first], ids[first:], ids[-1] in target.eos_token_ids, lambda: store.load(ref).states)
+    stopped = ids[-1] in target.eos_token_ids
+    return Answer(ref.id, ids[:first], ids[first:], tokens.logprobs.tolist(), stopped, lambda: store.load(ref).states)
 
 
 def _spread(refs: list[SampleRef], count: int) -> list[SampleRef]:

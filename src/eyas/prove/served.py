@@ -29,6 +29,7 @@ class Served:
     """One group's replay with the drafter."""
 
     outputs: dict[str, list[int]]
+    logprobs: dict[str, list[float]]
     counters: SpecCounters
     tokens: int
     seconds: float
@@ -74,7 +75,8 @@ def serve(
             seconds = time.monotonic() - start
             outputs = {c.id: c.output_ids for c in found}
             total = sum(len(ids) for ids in outputs.values())
-            served[group] = Served(outputs, _standing_counters(engine) - before, total, seconds)
+            logprobs = {c.id: c.output_logprobs for c in found}
+            served[group] = Served(outputs, logprobs, _standing_counters(engine) - before, total, seconds)
     return served
 
 
@@ -119,7 +121,7 @@ def answer_greedily(
 
 def _open_ended(answer: Answer, recipe: Recipe) -> Answer:
     """The prompt alone: free to stop, up to the recipe's max_tokens."""
-    return Answer(answer.id, answer.prompt_ids, [0], True, answer.states)
+    return Answer(answer.id, answer.prompt_ids, [0], [0.0], True, answer.states)
 
 
 def _answer(completion: Completion) -> Answer:
@@ -131,7 +133,12 @@ def _answer(completion: Completion) -> Answer:
         return Shard(where.shard).sample(where.index).states
 
     return Answer(
-        completion.id, completion.prompt_ids, completion.output_ids, completion.finish_reason == "stop", states
+        completion.id,
+        completion.prompt_ids,
+        completion.output_ids,
+        completion.output_logprobs,
+        completion.finish_reason == "stop",
+        states,
     )
 
 

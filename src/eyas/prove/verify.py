@@ -53,6 +53,7 @@ def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) 
         lossless = compare(
             [a for name in served for a in groups[name]],
             {i: ids for s in served.values() for i, ids in s.outputs.items()},
+            {i: logprobs for s in served.values() for i, logprobs in s.logprobs.items()},
             _TeacherOnDemand(target).logits,
             recipe.engine.dtype,
         )
@@ -66,7 +67,7 @@ def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) 
         "mode": "served",
         "num_speculative_tokens": recipe.verify.speculative_tokens,
         "lossless": lossless.lossless,
-        "lossless_up_to_ties": lossless.lossless_up_to_ties,
+        "identical": lossless.identical,
         "comparison": lossless.record(),
         "reference": "the harvest" if harvest_is_greedy(recipe) else "a greedy pass without drafter",
         "baseline_source": source,
@@ -84,7 +85,7 @@ def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) 
             fix=f"the drafter must not be used; {run.verify_json} has the numbers, {run.logs} the engine's log",
         )
     return {
-        "lossless": "yes" if lossless.lossless else "up to ties of the target",
+        "lossless": "yes" if lossless.identical else f"yes, {lossless.ties} ties",
         **{f"acceptance_{n}": f"{report[n]['acceptance_length']:.2f}" for n in GROUPS if report[n] is not None},
     }
 
@@ -192,14 +193,13 @@ def _length(served: Served) -> float:
 def _proofs(
     recipe: Recipe, lossless: Losslessness, served: dict[str, Served], predicted: dict[str, Acceptance]
 ) -> list[Proof]:
-    exact = recipe.engine.dtype == "float32"
     drafts = sum(s.counters.drafts for s in served.values())
     proofs = [
         Proof(
             PROOF + "output unchanged by the drafter",
-            lossless.lossless or (not exact and lossless.lossless_up_to_ties),
+            lossless.lossless,
             lossless.sentence(),
-            "all equal" if exact else "all equal, or different first at ties of the target (reduced precision)",
+            "all equal, or parting first where the target's two tokens are closer than its own rounding",
         ),
         Proof(PROOF + "the drafter drafts", drafts > 0, f"{drafts} drafts", "more than 0"),
     ]

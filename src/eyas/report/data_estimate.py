@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -176,7 +177,10 @@ def _harvested(run: RunDir) -> DataEstimate | None:
     for file in sorted(run.samples.glob("*.parquet")):
         if file.name == run.prepared.name:
             continue
-        table = pq.read_table(file, columns=["conversation", "rows", "supervised", "split"])
+        try:
+            table = pq.read_table(file, columns=["conversation", "rows", "supervised", "split"])
+        except (pa.ArrowException, OSError):  # the harvest throws it away and asks its samples again
+            continue
         table = table.filter(pc.not_equal(table["split"], DROPPED))
         conversations.update(table["conversation"].to_pylist())
         tokens.append(table["rows"].to_numpy() + 1)

@@ -128,8 +128,8 @@ def _tiles(recipe: Recipe, verified: dict[str, Any] | None, proofs: list[bool]) 
 
 
 def _target(run: RunDir, recipe: Recipe, config: dict[str, Any] | None) -> list[tuple[str, str]]:
-    owner = _read(run.root / "target.json") or {}
-    rows = [("path", recipe.target.path), ("fingerprint", value_text(owner.get("fingerprint")))]
+    owner = run.owner()
+    rows = [("path", recipe.target.path), ("fingerprint", value_text(None if owner is None else owner.fingerprint))]
     if config is not None:
         for key in ("hidden_size", "vocab_size", "max_position_embeddings"):
             rows.append((key.replace("_", " "), value_text(config[key])))
@@ -163,12 +163,13 @@ def _verified(verified: dict[str, Any] | None) -> list[tuple[str, str]]:
         "why",
         "num_speculative_tokens",
         "lossless",
+        "identical",
         "reference",
         "baseline_source",
     )
     rows = [(k.replace("_", " "), value_text(verified[k])) for k in keys if k in verified]
-    first = (verified.get("comparison") or {}).get("first_difference")
-    return rows if first is None else [*rows, ("first difference", value_text(first))]
+    differences = (verified.get("comparison") or {}).get("differences") or []
+    return [*rows, *(("difference", value_text(d)) for d in differences)]
 
 
 def _group_rows(verified: dict[str, Any] | None) -> list[tuple[str, list[str]]]:

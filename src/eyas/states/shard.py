@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 from eyas.errors import EyasError
 from eyas.files import written_aside
 
+_AGAIN = "it asks the missing samples again"
+
 
 @dataclass(frozen=True)
 class ShardSample:
@@ -45,9 +47,13 @@ class Shard:
             self.requests: list[dict[str, Any]] = json.loads(meta["requests"])
             self._offsets: list[int] = self._file.get_tensor("offsets").tolist()
             self._last: torch.Tensor = self._file.get_tensor("last_token")
+        except FileNotFoundError:
+            raise EyasError(
+                f"{path} is not there, the samples of it are", fix=f"run `eyas harvest RECIPE` again: {_AGAIN}"
+            ) from None
         except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as e:
             raise EyasError(
-                f"{path} is not a whole file of hidden states: {e}", fix="delete it and run again"
+                f"{path} is not a whole file of hidden states: {e}", fix=f"delete it and run `eyas harvest RECIPE` again: {_AGAIN}"
             ) from None
         self.path = path
 
