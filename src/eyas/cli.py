@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas import __version__
-from eyas.errors import EyasError, InputError, ProofError
+from eyas.errors import EyasError, InputError, ProofError, disk_error
 
 if TYPE_CHECKING:
     from eyas.pipeline import Run
@@ -167,7 +167,7 @@ show_app = typer.Typer(help="Look into a run directory.", no_args_is_help=True)
 app.add_typer(show_app, name="show")
 
 
-@show_app.command("samples", epilog="Example:  `eyas show samples runs/demo --id demo-03/0`")
+@show_app.command("samples", epilog="Example:  `eyas show samples runs/demo --limit 2`")
 def show_samples_command(
     run_dir: Annotated[Path, typer.Argument(help="A run directory with harvested samples.", show_default=False)],
     id_: Annotated[str | None, typer.Option("--id", help="One sample's id.")] = None,
@@ -267,14 +267,17 @@ def _reported(as_json: bool) -> Iterator[None]:
     signal.signal(signal.SIGHUP, _interrupt)
     try:
         yield
-    except EyasError as e:
-        print(f"error: {e}", file=sys.stderr)
-        if as_json:
-            print(json.dumps({"error": {"message": e.message, "fix": e.fix, "exit_code": e.exit_code}}))
-        raise typer.Exit(e.exit_code) from None
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         raise typer.Exit(130) from None
+    except Exception as e:
+        told = e if isinstance(e, EyasError) else disk_error(e)
+        if told is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": {"message": told.message, "fix": told.fix, "exit_code": told.exit_code}}))
+        raise typer.Exit(told.exit_code) from None
 
 
 def _interrupt(signum: int, frame: object) -> None:

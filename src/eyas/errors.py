@@ -1,5 +1,9 @@
 """The errors that a user sees. Only the command line maps them to exit codes."""
 
+import errno
+import os
+import re
+
 
 class EyasError(Exception):
     """A message for the user: what is wrong, and (`fix`) what to do about it. Exit code 1."""
@@ -27,3 +31,25 @@ class EngineError(EyasError):
 
 class ProofError(EyasError):
     """A numeric check of a stage failed; its artifacts must not be used."""
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_OF_SAFETENSORS = re.compile(r"\(os error (\d+)\)")
+
+
+def disk_error(e: Exception) -> EyasError | None:
+    """What to tell of a full disk or a missing permission; None for every other exception, which is a bug."""
+    number, name = (e.errno, e.filename) if isinstance(e, OSError) else (None, None)
+    if number is None and (found := _OF_SAFETENSORS.search(str(e))):
+        number = int(found[1])
+    if number in _FULL:
+        fix = "free some space, then give the same command again: it continues where it stopped"
+    elif number in _FORBIDDEN:
+        fix = "give yourself the permission, or name another place in the recipe"
+    else:
+        return None
+    what = os.strerror(number)
+    return EyasError(
+        f"{what}: {os.fsdecode(name)}" if isinstance(name, str | bytes | os.PathLike) else f"{what} ({e})", fix=fix
+    )

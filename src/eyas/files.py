@@ -20,6 +20,10 @@ def written_aside(path: Path) -> Iterator[Path]:
             os.fsync(f.fileno())
         os.replace(aside, path)
         sync_dir(path.parent)
+    except OSError as e:
+        if e.errno is not None and e.filename is None:  # a failed write does not say of which file
+            e.filename = str(path)
+        raise
     finally:
         aside.unlink(missing_ok=True)
 

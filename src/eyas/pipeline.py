@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eyas.data.inputs import prompts_fingerprint
+from eyas.data.parts import harvest_files
 from eyas.draft.sizes import aux_layers
 from eyas.errors import InputError
 from eyas.files import fingerprint, read_json, write_json, write_text
@@ -104,7 +105,7 @@ def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str]]:
 
 
 def _readable(path: Path) -> bool:
-    """Is the file there? Tables by their footer and JSON must also be readable; tensors are checked by their readers."""
+    """Is the file there? A table's footer and JSON must also be readable; tensors are checked by their readers."""
     try:
         if path.suffix == ".parquet":
             pq.read_metadata(path)

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -29,7 +30,7 @@ def _as_list(value: Any) -> Any:
 class Part(BaseModel):
     """A section of the recipe: unknown keys are refused, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class TargetPart(Part):
@@ -81,6 +82,13 @@ class DataPart(Part):
     repetitive_answers: Literal["keep", "drop"] = Field(
         "keep", description="answers that end in a loop (eyas.data.repetition), also those that were cut in it"
     )
+
+    @field_validator("holdout")
+    @classmethod
+    def _share_or_count(cls, value: float | int) -> float | int:
+        if isinstance(value, float) and value >= 1:
+            raise ValueError("a share must be below 1, a count a whole number")
+        return value
 
     @property
     def sources(self) -> list[PromptSource]:
@@ -175,7 +183,7 @@ class VerifyPart(Part):
 
 
 class Recipe(Part):
-    run_dir: str
+    run_dir: str = Field(min_length=1, description="where everything of this run goes")
     target: TargetPart
     data: DataPart
     engine: EnginePart = Field(default_factory=EnginePart)  # type: ignore[arg-type]

@@ -79,7 +79,9 @@ class RunDir:
 
     def owner(self) -> Owner | None:
         """Raises InputError when target.json does not say it."""
-        return _read(self.target_json, _OWNER, "delete it: eyas writes it again, and never mixes samples of two targets")
+        return _read(
+            self.target_json, _OWNER, "delete it: eyas writes it again, and never mixes samples of two targets"
+        )
 
     def proofs(self) -> list[Proof]:
         """Raises InputError when proofs.json is no list of proofs."""

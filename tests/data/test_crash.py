@@ -92,7 +92,7 @@ def test_client_and_server_killed_at_random_moments(tiny: Path, tmp_path: Path, 
 
     def start_server() -> int:
         pid, log = nursery.start("server", tiny, run.states, port)
-        until(lambda: log.exists() and log.read_text() == "ready\n")
+        until(lambda: log.exists() and log.read_text().endswith("ready\n"))
         return pid
 
     def start_client() -> tuple[int, Path]:
@@ -115,7 +115,7 @@ def test_client_and_server_killed_at_random_moments(tiny: Path, tmp_path: Path, 
             killed["server"] += 1
             assert nursery.wait(client) == 1, log.read_text()
             said = log.read_text()
-            assert said.startswith("EngineError"), said
+            assert "EngineError" in said, said
             assert f"http://127.0.0.1:{port} failed" in said
             server = start_server()
         now = committed(run)
@@ -128,7 +128,7 @@ def test_client_and_server_killed_at_random_moments(tiny: Path, tmp_path: Path, 
     server = start_server()
     client, log = start_client()
     assert nursery.wait(client) == 0, log.read_text()
-    assert log.read_text() == f"done {SAMPLES} {SAMPLES - len(seen)}\n", "exactly the missing work"
+    assert log.read_text().endswith(f"done {SAMPLES} {SAMPLES - len(seen)}\n"), "exactly the missing work"
     prepared = pq.read_table(run.prepared)["id"].to_pylist()
     assert Counter(committed(run)) == Counter(f"{i}/0" for i in prepared)
     store = HarvestStore(run)

@@ -53,7 +53,8 @@ class Shard:
             ) from None
         except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as e:
             raise EyasError(
-                f"{path} is not a whole file of hidden states: {e}", fix=f"delete it and run `eyas harvest RECIPE` again: {_AGAIN}"
+                f"{path} is not a whole file of hidden states: {e}",
+                fix=f"delete it and run `eyas harvest RECIPE` again: {_AGAIN}",
             ) from None
         self.path = path
 

@@ -1,0 +1,226 @@
+"""A run directory that somebody damaged: what is lost is made again, what cannot be read is named with its fix."""
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from eyas.cli import _reported, app
+from eyas.data.committed import Committed
+from eyas.data.parts import harvest_files
+from eyas.data.schema import HARVESTED
+from eyas.errors import EyasError, InputError, disk_error
+from eyas.files import write_json, written_aside
+from eyas.pipeline import STAGES, Run, Stage, _keep_previous, run_stages
+from eyas.progress import Progress
+from eyas.recipe import Recipe
+from eyas.report.data_estimate import _harvested
+from eyas.rundir import RunDir, StageRecord
+from eyas.states.shard import Shard, ShardSample, write_shard
+from eyas.target.resolve import resolve_target
+
+SETTINGS = b"s"
+
+
+def add_part(run: RunDir, stem: str, indices: tuple[int, ...] = (0, 1)) -> Path:
+    """A part as a harvest commits it; index -1: the answer was dropped."""
+    rows = [
+        {
+            "id": f"{stem}-{n}/0",
+            "conversation": f"{stem}-{n}",
+            "turn": 0,
+            "source": "p",
+            "split": "train" if index >= 0 else "dropped",
+            "token_ids": [1, 2, 3],
+            "prompt_length": 1,
+            "loss_mask": [False, True, True],
+            "logprobs": [-1.0, -1.0],
+            "finish_reason": "stop",
+            "shard": f"{stem}.safetensors" if index >= 0 else "",
+            "index": index,
+            "rows": 2,
+            "supervised": 2,
+            "looped": 0,
+        }
+        for n, index in enumerate(indices)
+    ]
+    proof = json.dumps({"worst": 0.0, "total": 0.0, "n": 2, "allowed": [0.0, 0.0]}).encode()
+    schema = HARVESTED.with_metadata({b"eyas.harvest": SETTINGS, b"eyas.proof": proof})
+    part = run.samples / f"{stem}.parquet"
+    part.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), part)
+    kept = sum(i >= 0 for i in indices)
+    if kept:
+        one = ShardSample(torch.zeros(2, 1, 4), torch.tensor([1, 2, 3]), 1, 0)
+        write_shard(run.states / f"{stem}.safetensors", [3], [one] * kept, ["r"] * kept)
+    return part
+
+
+def fill(run: RunDir, stage: str) -> None:
+    """Every product of a stage, as far as its presence is looked at."""
+    if stage == "harvest":
+        add_part(run, "a")
+        return
+    for path in next(s for s in STAGES if s.name == stage).products(run):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".parquet":
+            pq.write_table(pa.table({"turns": [1]}), path)
+        else:
+            path.write_text("{}")
+
+
+@pytest.fixture
+def done(tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Runs all stages with stand-ins that only write their products; returns the names of those that ran."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good day"}\n')
+    made = Recipe.model_validate(
+        {
+            "run_dir": str(tmp_path / "run"),
+            "target": {"path": str(smollm2)},
+            "data": {"prompts": str(tmp_path / "p.jsonl")},
+        }
+    )
+    run = Run(made, resolve_target(str(smollm2)), RunDir(tmp_path / "run"), Progress())
+    ran: list[str] = []
+
+    def stand_in(stage: Stage) -> Stage:
+        def work(run: Run) -> dict[str, Any]:
+            ran.append(stage.name)
+            fill(run.dir, stage.name)
+            return {}
+
+        return Stage(stage.name, stage.made_from, work, stage.outputs, stage.products)
+
+    monkeypatch.setattr("eyas.pipeline.STAGES", tuple(stand_in(s) for s in STAGES))
+    monkeypatch.setattr("eyas.pipeline.write_report", lambda *_: None)
+
+    def again(first: str = "prepare") -> list[str]:
+        ran.clear()
+        run_stages(run, first, "verify")
+        return list(ran)
+
+    assert again() == [s.name for s in STAGES]
+    assert again() == []
+    return again
+
+
+@pytest.mark.parametrize("stage", [s.name for s in STAGES if s.name != "harvest"])
+def test_a_stage_whose_product_is_gone_is_made_again(
+    done: Callable[..., list[str]], tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for product in next(s for s in STAGES if s.name == stage).products(RunDir(tmp_path / "run")):
+        product.unlink()
+        assert done() == [stage]
+        assert f"{product.name} is missing or damaged, made again" in capsys.readouterr().err
+        if product.suffix in (".json", ".parquet"):
+            product.write_text("garbage")
+            assert done() == [stage]
+
+
+def test_the_stage_before_lost_its_product(done: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "run" / "vocab" / "vocab.json").unlink()
+    with pytest.raises(InputError, match=r"train needs stage vocab, which lost vocab\.json"):
+        done("train")
+
+
+@pytest.mark.parametrize("file", ["samples/a.parquet", "states/a.safetensors"])
+def test_a_harvest_that_lost_a_file_is_made_again(done: Callable[..., list[str]], tmp_path: Path, file: str) -> None:
+    (tmp_path / "run" / file).unlink()
+    assert done() == ["harvest"]
+    (tmp_path / "run" / "samples" / "a.parquet").write_text("garbage")
+    assert done() == ["harvest"]
+    for part in (tmp_path / "run").glob("s*/a.*"):
+        part.unlink()
+    assert done() == ["harvest"]
+
+
+def test_a_part_of_dropped_answers_needs_no_shard(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    part = add_part(run, "d", (-1, -1))
+    assert harvest_files(run) == [part]
+
+
+def test_recovery_drops_lost_and_unreadable_parts(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    whole, lost, torn = (add_part(run, name) for name in ("a", "b", "c"))
+    (run.states / "b.safetensors").unlink()
+    torn.write_text("garbage")
+    committed = Committed(run, SETTINGS.decode(), [3])
+    notes = "\n".join(committed.recover())
+    assert "1 sample files of 2 samples are harvested again: their states are gone" in notes
+    assert "c.parquet cannot be read" in notes
+    assert len(committed) == 2
+    assert [whole.exists(), lost.exists(), torn.exists()] == [True, False, False]
+
+
+def test_the_estimate_passes_over_an_unreadable_part(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    add_part(run, "a")
+    add_part(run, "b").write_text("garbage")
+    found = _harvested(run)
+    assert found is not None
+    assert found.samples == 2
+
+
+def test_a_missing_shard_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match=r"(?s)x is not there.*run `eyas harvest RECIPE` again: it asks the missing"):
+        Shard(tmp_path / "x")
+
+
+def test_run_dir_is_a_file(tmp_path: Path, smollm2: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good day"}\n')
+    (tmp_path / "run").write_text("")
+    for run_dir in (tmp_path / "run", tmp_path / "run" / "below"):
+        path = tmp_path / "recipe.yaml"
+        data = {"prompts": str(tmp_path / "p.jsonl"), "max_length": 256}
+        path.write_text(yaml.safe_dump({"run_dir": str(run_dir), "target": {"path": str(smollm2)}, "data": data}))
+        result = CliRunner().invoke(app, ["prepare", str(path), "--set", "engine.sampling.max_tokens=32"])
+        assert result.exit_code == 2, result.output
+        assert f"run_dir {run_dir} cannot be used" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"stages": {"train": {"what": 1}}}', '{"stages": 3}', "\x00\xff"])
+def test_damaged_records_are_named(tmp_path: Path, text: str) -> None:
+    run = RunDir(tmp_path)
+    reads: dict[Path, Callable[[], object]] = {
+        run.run_json: lambda: run.record("train"),
+        run.target_json: run.owner,
+        run.proofs_json: run.proofs,
+    }
+    for path, read in reads.items():
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises(InputError, match=rf"{path.name} is (damaged|not valid JSON)") as e:
+            read()
+        assert "delete it" in (e.value.fix or "")
+
+
+def test_verifying_again_leaves_the_drafter(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    (run.drafter / "vllm").mkdir(parents=True)
+    write_json(run.verify_json, {})
+    run.write_record("verify", StageRecord("f", "done", finished="t"))
+    _keep_previous(run, "verify")
+    assert (run.drafter / "vllm").is_dir()
+    assert (tmp_path / "previous" / "t" / "drafter" / "vllm").is_dir()
+    assert not run.verify_json.exists()
+
+
+def test_a_full_disk_is_an_error_and_a_bug_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as full, _reported(False), written_aside(tmp_path / "a"):  # noqa: PT012
+        (tmp_path / "a").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert full.value.exit_code == 1
+    assert f"error: No space left on device: {tmp_path / 'a'}" in capsys.readouterr().err
+    assert disk_error(RuntimeError("I/O error: Permission denied (os error 13)")) is not None
+    for bug in (ValueError("x"), FileNotFoundError(errno.ENOENT, "none", "x")):
+        with pytest.raises(type(bug)), _reported(False):
+            raise bug
