@@ -64,7 +64,7 @@ class Progress:
         self._draws = sys.stderr.isatty() and not quiet
 
     def say(self, line: str) -> None:
-        self.console.print(line, markup=False)
+        self.console.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
     def task(self, name: str, *, total: int | None, unit: str, done: int = 0) -> Iterator[Task]:
