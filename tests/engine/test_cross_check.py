@@ -18,7 +18,7 @@ from eyas.states.shard import Shard
 
 from .targets import smollm2_info
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 LAYERS = [2, 15, 27, 30]
 PROMPTS = [[50, 60, 70], list(range(100, 160)), [9, 8, 7, 6, 5, 4]]
 NEW = 12

@@ -25,6 +25,7 @@ ENGINE = EnginePart.model_validate(
 
 
 @pytest.mark.engine
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_states_reproduce_log_probabilities(tmp_path: Path) -> None:
     target = resolve_target(str(kimi_k25(tmp_path / "kimi")))
