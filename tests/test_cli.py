@@ -76,6 +76,7 @@ def test_a_stage_without_its_predecessor(tmp_path: Path, smollm2: Path) -> None:
     [
         (None, "p.jsonl"),
         ("", "p.jsonl"),
+        (" \n\n", "p.jsonl holds no row"),
         ('{"prompt": "a"}\n{"prompt": \n', "p.jsonl, line 2: broken JSON"),
         ('{"what": 1}\n{"what": 2}\n', "p.jsonl"),
     ],

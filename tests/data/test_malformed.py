@@ -31,11 +31,12 @@ def assistant(**message: Any) -> dict[str, Any]:
 
 # a bad line among good ones of a JSON Lines file: the reason it is counted under, and what its place says
 BAD_LINES: list[tuple[str, bytes | Any, str, str]] = [
+    ("cut inside a text", b'{"text": "a', "broken JSON", "Unterminated string starting at column 10"),
     ("truncated", b'{"messages": [{"role": "user"', "broken JSON", "line 3"),
     ("no JSON", b"hello there", "broken JSON", "line 3: Expecting value at column 1"),
     ("two objects", b'{"text": "a"} {"text": "b"}', "broken JSON", "Extra data"),
     ("not UTF-8", b'{"text": "\xff\xfe"}', "broken JSON", "UTF-8"),
-    ("control character", b'{"text": "a\x01b"}', "broken JSON", "Invalid control character"),
+    ("control character", b'{"text": "a\x01b"}', "broken JSON", "Invalid control character at column 12"),
     ("deep nesting", b"[" * 200_000, "broken JSON", "line 3"),
     ("a list", [1, 2], "not an object", "a list"),
     ("a string", "text", "not an object", "a str"),

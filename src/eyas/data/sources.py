@@ -76,9 +76,9 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                yield Row(path.name, place, json.loads(line))
+                yield Row(path.name, place, json.loads(line.rstrip(b"\r\n")))
             except json.JSONDecodeError as e:
-                yield Row(path.name, place, broken=f"{e.msg} at column {e.colno}")
+                yield Row(path.name, place, broken=f"{_what(e)} at column {e.colno}")
             except UnicodeDecodeError as e:
                 yield Row(path.name, place, broken=f"byte {e.start} is not UTF-8")
             except RecursionError:
@@ -142,7 +142,7 @@ def _elements(path: Path, f: IO[str]) -> Iterator[Row]:
                     break
             except json.JSONDecodeError as e:
                 if ended or len(text) > _LONGEST_ROW:
-                    yield Row(path.name, place, broken=f"{e.msg} at line {lines + e.lineno - 1}")
+                    yield Row(path.name, place, broken=f"{_what(e)} at line {lines + e.lineno - 1}")
                     return
             except RecursionError:
                 yield Row(path.name, place, broken="nested too deeply")
@@ -213,6 +213,11 @@ def _read_hub(name: str) -> Iterator[Row]:
             fix="correct data.prompts in the recipe",
         ) from None
     return (Row(name, f"{name}, row {number}", value) for number, value in enumerate(rows, 1))
+
+
+def _what(e: json.JSONDecodeError) -> str:
+    """The decoder's words; some end with the "at" of a place that follows."""
+    return e.msg.removesuffix(" at")
 
 
 def _first_line(e: Exception) -> str:

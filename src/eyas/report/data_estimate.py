@@ -70,8 +70,10 @@ def estimate_data(recipe: Recipe, target: TargetInfo, run: RunDir) -> DataEstima
                 continue
             used += 1
             looked_at += turns
+    names = ", ".join(source.path for source in recipe.data.sources)
+    if not rows:
+        raise InputError(f"data.prompts: {names} holds no row", fix="give a file with at least one conversation")
     if not used:
-        names = ", ".join(source.path for source in recipe.data.sources)
         raise InputError(
             f"data.prompts: none of the first {rows} rows of {names} is usable",
             fix="the README lists the shapes of rows that are read",
