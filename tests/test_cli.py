@@ -8,6 +8,9 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from eyas.cli import app
+from eyas.errors import ProofError
+from eyas.pipeline import Run
+from eyas.rundir import Proof, StageRecord
 
 COMMANDS = (
     "run",
@@ -56,6 +59,71 @@ def test_missing_recipe_is_exit_code_2_also_as_json() -> None:
     error = json.loads(result.stdout)["error"]
     assert error["exit_code"] == 2
     assert error["fix"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("run", "Missing argument"),
+        ("run r.yaml --limt 3", "No such option: --limt"),
+        ("run r.yaml --limit x", "--limit"),
+        ("rum r.yaml", "No such command 'rum'"),
+        ("--what", "No such option: --what"),
+        ("show sampels", "No such command 'sampels'"),
+        ("report r", "No such option: --json"),
+    ],
+)
+def test_usage_errors_as_json(line: str, message: str) -> None:
+    result = invoke(*line.split(), "--json")
+    assert result.exit_code == 2
+    found = json.loads(result.stdout)
+    assert found["ok"] is False
+    assert message in found["error"]["message"]
+    assert "--help` lists" in found["error"]["fix"]
+    assert "Usage: " in result.stderr
+    assert invoke(*line.split()).stdout == ""
+
+
+def test_a_plan_that_cannot_work_as_json(tmp_path: Path, smollm2: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n')
+    path = recipe(tmp_path, smollm2, draft={"vocab_size": 1_000_000})
+    for command in ("plan", "run"):
+        result = invoke(command, path, "--json")
+        assert result.exit_code == 2
+        found = json.loads(result.stdout)
+        assert found["ok"] is False
+        assert found["problems"] == [{"message": found["error"]["message"], "fix": found["error"]["fix"]}]
+        assert found["error"]["message"] in result.stderr
+
+
+def test_a_failed_proof_is_printed_once(tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(run: Run, first: str, last: str) -> None:
+        run.dir.write_proofs([Proof("good", True, "1", "1"), Proof("bad", False, "two", "three")])
+        run.dir.write_record("harvest", StageRecord("f", "failed"))
+        raise ProofError("bad: found two; expected three", fix="do it again")
+
+    monkeypatch.setattr("eyas.pipeline.run_stages", fail)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n')
+    result = invoke("run", recipe(tmp_path, smollm2), "--json")
+    assert result.exit_code == 1
+    assert [result.stderr.count(word) for word in ("good", "bad", "two", "three")] == [1, 1, 1, 1]
+    found = json.loads(result.stdout)
+    assert (found["ok"], found["error"]["fix"]) == (False, "do it again")
+    assert [p["ok"] for p in found["proofs"]] == [True, False]
+    assert found["stages"]["harvest"]["status"] == "failed"
+    assert found["run_dir"] == str(tmp_path / "run")
+
+
+def test_an_interruption_as_json(tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eyas.pipeline.run_stages", interrupted)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n')
+    result = invoke("run", recipe(tmp_path, smollm2), "--json")
+    assert result.exit_code == 130
+    found = json.loads(result.stdout)
+    assert (found["ok"], found["error"]["message"]) == (False, "interrupted")
 
 
 def test_unknown_stage(tmp_path: Path, smollm2: Path) -> None:

@@ -4,12 +4,13 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from eyas import __version__
 from eyas.errors import EyasError, InputError, ProofError, disk_error
@@ -17,9 +18,45 @@ from eyas.errors import EyasError, InputError, ProofError, disk_error
 if TYPE_CHECKING:
     from eyas.pipeline import Run
     from eyas.recipe import Recipe
+    from eyas.rundir import RunDir
+
+INTERRUPTED = 130
+AGAIN = "the same command continues where it stopped"
+_USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
+"""what a command line that cannot be understood raises: a class of click's, of which typer may carry its own copy"""
+_AS_JSON = "eyas.json"
+
+
+class _Commands(TyperGroup):
+    """With --json among the arguments, a usage error is an object on stdout too."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        as_json = "--json" in args
+        with _usage_reported(as_json):
+            context = super().make_context(info_name, args, parent, **extra)
+        context.meta[_AS_JSON] = as_json
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        with _usage_reported(ctx.meta[_AS_JSON]):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _usage_reported(as_json: bool) -> Iterator[None]:
+    """typer writes the message to stderr, and exits."""
+    try:
+        yield
+    except _USAGE_ERROR as e:
+        if as_json:
+            command = "eyas" if e.ctx is None else e.ctx.command_path
+            _print_failure(InputError(e.format_message(), fix=f"`{command} --help` lists what there is"), {})
+        raise
+
 
 app = typer.Typer(
     name="eyas",
+    cls=_Commands,
     help="Train EAGLE-3 draft models: from a target model and a file of prompts to a drafter proven in the engine.",
     no_args_is_help=True,
     add_completion=False,
@@ -60,11 +97,11 @@ def run(
     quiet: QuietOpt = False,
 ) -> None:
     """Run every stage that is missing or stale: prepare, harvest, vocab, train, export, verify."""
-    with _reported(as_json):
+    with _reported(as_json) as told:
         from eyas.pipeline import STAGE_NAMES
 
         _known_stage(through)
-        _stages(_load(recipe, set_, limit), STAGE_NAMES[0], through, as_json, quiet)
+        _stages(_load(recipe, set_, limit), STAGE_NAMES[0], through, told, as_json, quiet)
 
 
 def _known_stage(name: str) -> None:
@@ -83,8 +120,8 @@ def _stage_command(stage: str, what: str) -> None:
         as_json: JsonOpt = False,
         quiet: QuietOpt = False,
     ) -> None:
-        with _reported(as_json):
-            _stages(_load(recipe, set_, limit), stage, stage, as_json, quiet)
+        with _reported(as_json) as told:
+            _stages(_load(recipe, set_, limit), stage, stage, told, as_json, quiet)
 
 
 _stage_command("prepare", "Conversations to token ids, in the target's own chat template.")
@@ -107,7 +144,7 @@ def demo(
     quiet: QuietOpt = False,
 ) -> None:
     """The whole path on a small real target (SmolLM2-135M-Instruct): about ten minutes on two CPU cores."""
-    with _reported(as_json):
+    with _reported(as_json) as told:
         import eyas.demo
         from eyas.pipeline import STAGE_NAMES
         from eyas.target.smollm2 import make_smollm2
@@ -118,24 +155,24 @@ def demo(
             f"run_dir={json.dumps(str(run_dir))}",
             f"target.path={json.dumps(str(target_dir.resolve()))}",
         ]
-        _stages(_load(recipe, [*places, *(set_ or [])], limit), STAGE_NAMES[0], STAGE_NAMES[-1], as_json, quiet)
+        made = _load(recipe, [*places, *(set_ or [])], limit)
+        _stages(made, STAGE_NAMES[0], STAGE_NAMES[-1], told, as_json, quiet)
 
 
 @app.command(epilog="Examples:  `eyas plan recipes/kimi-k2.5.yaml`  ·  `eyas plan my.yaml --json`")
 def plan(recipe: RecipeArg, set_: SetOpt = None, limit: LimitOpt = None, as_json: JsonOpt = False) -> None:
     """What eyas understood of the target, what the run will cost, and every problem with its fix. Loads no weights."""
-    with _reported(as_json):
+    with _reported(as_json) as told:
         from rich.console import Console
 
         from eyas.report.plan import build_plan, print_plan
 
         made = build_plan(_load(recipe, set_, limit))
-        if as_json:
-            print(json.dumps(made.as_json(), indent=2))
-        else:
-            print_plan(made, Console())
+        told |= made.as_json()
+        if not as_json:
+            print_plan(made, Console())  # with its problems
         if not made.ok:
-            raise typer.Exit(InputError.exit_code)
+            raise made.error() if as_json else typer.Exit(InputError.exit_code)
 
 
 @app.command(epilog="Examples:  `eyas doctor`  ·  `eyas doctor my.yaml --engine`  ·  `eyas doctor --json`")
@@ -146,7 +183,7 @@ def doctor(
     as_json: JsonOpt = False,
 ) -> None:
     """Is the installation sound? Versions, vLLM, GPU, memory, disk, and a self-test of the numerics."""
-    with _reported(as_json):
+    with _reported(as_json) as told:
         from rich.console import Console
 
         from eyas.progress import Progress
@@ -154,12 +191,13 @@ def doctor(
 
         made = None if recipe is None else _load(recipe, set_, None)
         checks = examine(made, engine=engine, progress=Progress())
-        ok = all(c.ok for c in checks)
-        if as_json:
-            print(json.dumps({"ok": ok, "checks": [asdict(c) for c in checks]}, indent=2))
-        else:
+        failed = [c.name for c in checks if not c.ok]
+        told["checks"] = [asdict(c) for c in checks]
+        if not as_json:
             print_checks(checks, Console())
-        if not ok:
+        if failed and as_json:
+            raise EyasError(f"not sound: {', '.join(failed)}", fix="each of the checks says its own")
+        if failed:
             raise typer.Exit(EyasError.exit_code)
 
 
@@ -215,7 +253,15 @@ def _load(path: Path, overrides: list[str] | None, limit: int | None) -> "Recipe
     return load_recipe(path, [*(overrides or []), *extra])
 
 
-def _stages(recipe: "Recipe", first: str, last: str, as_json: bool, quiet: bool) -> None:
+def _stages(
+    recipe: "Recipe",
+    first: str,
+    last: str,
+    told: dict[str, Any],
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Runs stages; `told` gets what is known of the run, also of one that fails."""
     from eyas.pipeline import Run, run_stages
     from eyas.progress import Progress
     from eyas.report.plan import build_plan
@@ -226,58 +272,84 @@ def _stages(recipe: "Recipe", first: str, last: str, as_json: bool, quiet: bool)
     target = resolve_target(recipe.target.path, remote_code=recipe.target.remote_code)
     made = build_plan(recipe, target)
     if not made.ok:
+        told["problems"] = [asdict(p) for p in made.problems]
         raise made.error()
     this = Run(recipe, target, RunDir(Path(recipe.run_dir)), progress)
     try:
-        records = run_stages(this, first, last)
+        run_stages(this, first, last)
     except ProofError:
-        _say_proofs(this)
+        _say_proofs(this, failed=False)  # the error says what failed
         raise
-    _say_proofs(this)
-    _summary(this, records, last, as_json)
+    finally:
+        with suppress(EyasError, OSError, ValueError):  # a damaged file is not to hide the error
+            told |= _facts(this.dir, last)
+    _say_proofs(this, failed=True)
+    if not as_json:
+        _summary(this.dir, told["verify"])
 
 
-def _say_proofs(this: "Run") -> None:
+def _say_proofs(this: "Run", *, failed: bool) -> None:
     for proof in this.dir.proofs():
-        this.progress.say(f"proof {'ok    ' if proof.ok else 'FAILED'} {proof.name}: {proof.found} ({proof.expected})")
+        if proof.ok or failed:
+            word = "ok    " if proof.ok else "FAILED"
+            this.progress.say(f"proof {word} {proof.name}: {proof.found} (expected: {proof.expected})")
 
 
-def _summary(this: "Run", records: dict[str, Any], last: str, as_json: bool) -> None:
+def _facts(run: "RunDir", last: str) -> dict[str, Any]:
     from eyas.files import read_json
+    from eyas.pipeline import STAGE_NAMES
 
-    verified = read_json(this.dir.verify_json) if last == "verify" else None
-    if as_json:
-        stages = {name: asdict(r) for name, r in records.items()}
-        proofs = [asdict(p) for p in this.dir.proofs()]
-        print(json.dumps({"run_dir": str(this.dir.root), "stages": stages, "verify": verified, "proofs": proofs}))
-    elif verified:
+    wanted = STAGE_NAMES[: STAGE_NAMES.index(last) + 1]
+    return {
+        "run_dir": str(run.root),
+        "stages": {name: asdict(r) for name, r in run.records().items() if name in wanted},
+        "verify": read_json(run.verify_json) if last == "verify" and run.verify_json.exists() else None,
+        "proofs": [asdict(p) for p in run.proofs()],
+    }
+
+
+def _summary(run: "RunDir", verified: dict[str, Any] | None) -> None:
+    if verified:
         most = verified["num_speculative_tokens"] + 1
         served = verified["mode"] == "served"
         key, what = ("acceptance_length", "") if served else ("predicted_acceptance_length", "predicted ")
         for group, name in (("seen", "seen"), ("held_out", "held-out")):
             if verified[group] is not None:
                 print(f"{what}acceptance length, {name} prompts: {verified[group][key]:.2f} of {most}")
-        print(f"drafter: {this.dir.drafter / 'vllm'}\nreport: {this.dir.report_html}")
+        print(f"drafter: {run.drafter / 'vllm'}\nreport: {run.report_html}")
 
 
 @contextmanager
-def _reported(as_json: bool) -> Iterator[None]:
-    """Errors become one message on stderr (with --json also an object on stdout) and the exit code."""
+def _reported(as_json: bool) -> Iterator[dict[str, Any]]:
+    """Yields a dict for what a command has to tell. Errors become one message on stderr and the exit code.
+
+    With --json one object is printed on stdout at the end: `ok`, an `error` if there was one, and what was told.
+    """
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGHUP, _interrupt)
+    told: dict[str, Any] = {}
     try:
-        yield
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        raise typer.Exit(130) from None
-    except Exception as e:
-        told = e if isinstance(e, EyasError) else disk_error(e)
-        if told is None:
-            raise
-        print(f"error: {told}", file=sys.stderr)
+        yield told
         if as_json:
-            print(json.dumps({"error": {"message": told.message, "fix": told.fix, "exit_code": told.exit_code}}))
-        raise typer.Exit(told.exit_code) from None
+            print(json.dumps({"ok": True, **told}))
+    except KeyboardInterrupt:
+        print(f"interrupted; {AGAIN}", file=sys.stderr)
+        if as_json:
+            _print_failure(EyasError("interrupted", fix=AGAIN), told, INTERRUPTED)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as e:
+        error = e if isinstance(e, EyasError) else disk_error(e)
+        if error is None:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        if as_json:
+            _print_failure(error, told)
+        raise typer.Exit(error.exit_code) from None
+
+
+def _print_failure(e: EyasError, told: dict[str, Any], exit_code: int | None = None) -> None:
+    error = {"message": e.message, "fix": e.fix, "exit_code": e.exit_code if exit_code is None else exit_code}
+    print(json.dumps({"ok": False, "error": error, **told}))
 
 
 def _interrupt(signum: int, frame: object) -> None:

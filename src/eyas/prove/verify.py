@@ -77,8 +77,6 @@ def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) 
     proofs = _proofs(recipe, lossless, served, predicted)
     write_json(run.verify_json, report)
     run.write_proofs(proofs)
-    for proof in proofs:
-        progress.say(f"{'ok    ' if proof.ok else 'FAILED'} {proof.name}: {proof.found} (expected: {proof.expected})")
     if failed := [p for p in proofs if not p.ok]:
         raise ProofError(
             "\n".join(f"{p.name}: found {p.found}; expected {p.expected}" for p in failed),

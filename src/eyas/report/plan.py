@@ -67,6 +67,8 @@ class Plan:
 
     def error(self) -> InputError:
         """All problems in one error, one line each with its fix."""
+        if len(self.problems) == 1:
+            return InputError(self.problems[0].message, fix=self.problems[0].fix)
         return InputError("\n".join(f"{p.message} - {p.fix}" for p in self.problems))
 
     def as_json(self) -> dict[str, Any]:
