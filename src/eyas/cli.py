@@ -74,6 +74,10 @@ LimitOpt = Annotated[
     typer.Option("--limit", metavar="N", help="Use only N conversations (10: a smoke run of every stage)."),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress stays on stderr.")]
+NprocOpt = Annotated[
+    int | None,
+    typer.Option("--nproc", metavar="N", min=1, help="Ranks that train together; default: one for each GPU."),
+]
 QuietOpt = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 
@@ -93,6 +97,7 @@ def run(
     set_: SetOpt = None,
     limit: LimitOpt = None,
     through: Annotated[str, typer.Option(metavar="STAGE", help="Stop after this stage.")] = "verify",
+    nproc: NprocOpt = None,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
@@ -101,7 +106,7 @@ def run(
         from eyas.pipeline import STAGE_NAMES
 
         _known_stage(through)
-        _stages(_load(recipe, set_, limit), STAGE_NAMES[0], through, told, as_json, quiet)
+        _stages(_load(recipe, set_, limit), STAGE_NAMES[0], through, told, as_json, quiet, nproc)
 
 
 def _known_stage(name: str) -> None:
@@ -127,7 +132,22 @@ def _stage_command(stage: str, what: str) -> None:
 _stage_command("prepare", "Conversations to token ids, in the target's own chat template.")
 _stage_command("harvest", "The target answers every prompt; its ids and hidden states are kept and proven.")
 _stage_command("vocab", "The draft vocabulary (d2t, t2d) from the supervised tokens.")
-_stage_command("train", "The EAGLE-3 draft model, on the hidden states.")
+
+
+@app.command(epilog="Examples:  `eyas train my.yaml`  ·  `eyas train my.yaml --nproc 4`")
+def train(
+    recipe: RecipeArg,
+    set_: SetOpt = None,
+    limit: LimitOpt = None,
+    nproc: NprocOpt = None,
+    as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """The EAGLE-3 draft model, on the hidden states; by torchrun where there are several GPUs."""
+    with _reported(as_json) as told:
+        _stages(_load(recipe, set_, limit), "train", "train", told, as_json, quiet, nproc)
+
+
 _stage_command("export", "The checkpoint that the serving engine loads.")
 _stage_command("verify", "Load target and drafter in the engine: output unchanged, acceptance as predicted.")
 
@@ -260,6 +280,7 @@ def _stages(
     told: dict[str, Any],
     as_json: bool,
     quiet: bool,
+    nproc: int | None = None,
 ) -> None:
     """Runs stages; `told` gets what is known of the run, also of one that fails."""
     from eyas.pipeline import Run, run_stages
@@ -274,7 +295,7 @@ def _stages(
     if not made.ok:
         told["problems"] = [asdict(p) for p in made.problems]
         raise made.error()
-    this = Run(recipe, target, RunDir(Path(recipe.run_dir)), progress)
+    this = Run(recipe, target, RunDir(Path(recipe.run_dir)), progress, nproc)
     try:
         run_stages(this, first, last)
     except ProofError:

@@ -34,6 +34,8 @@ class Run:
     target: TargetInfo
     dir: RunDir
     progress: Progress
+    nproc: int | None = None
+    """ranks of the train stage; None: one for each GPU"""
 
     @property
     def layers(self) -> list[int]:
@@ -212,9 +214,9 @@ def _vocab(run: Run) -> dict[str, Any]:
 
 
 def _train(run: Run) -> dict[str, Any]:
-    from eyas.train.trainer import train
+    from eyas.train.launch import train_stage
 
-    return train(run.recipe, run.target, run.dir, run.progress)
+    return train_stage(run.recipe, run.target, run.dir, run.progress, run.nproc)
 
 
 def _export(run: Run) -> dict[str, Any]:

@@ -2,10 +2,7 @@
 
 import hashlib
 import os
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from eyas.states.store import HarvestStore, SampleRef
 from eyas.target.info import TargetInfo
 from eyas.train import checkpoints
 from eyas.train.data import Layout, Reader, layout
+from eyas.train.interrupt import ctrl_c
 from eyas.train.loop import Batches, DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
 from eyas.train.packing import check_budget, make_schedule, pack, trainable
 
@@ -35,12 +33,18 @@ FREE_SETTINGS = {"keep", "save_every", "eval_every"}
 """train settings that a resumed run may change: they do not touch the weights"""
 
 
-def train(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) -> dict[str, Any]:
+def train(
+    recipe: Recipe,
+    target: TargetInfo,
+    run: RunDir,
+    progress: Progress,
+    stop: Callable[[], bool] | None = None,
+) -> dict[str, Any]:
     """Trains the drafter and writes train/final. Returns counts for run.json.
 
-    Continues from the newest whole checkpoint of the same inputs. On Ctrl-C a checkpoint is written after the current
-    step, then KeyboardInterrupt is raised. Raises InputError on settings that cannot work, ProofError on a step that
-    is not finite.
+    Continues from the newest whole checkpoint of the same inputs. On Ctrl-C, or once `stop` says so, a checkpoint is
+    written after the current step, then KeyboardInterrupt is raised. Raises InputError on settings that cannot work,
+    ProofError on a step that is not finite.
     """
     part = recipe.train
     device, world, rank = training_device(), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -81,7 +85,7 @@ def train(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) -
     log.start_at(start)
     batches = Batches(lambda first: _reader(run, seen, [s[rank] for s in schedule.steps[first:]], how, device), total)
     batches.start = start
-    with progress.task("train", total=total, unit="steps", done=start) as task, _ctrl_c() as interrupted:
+    with progress.task("train", total=total, unit="steps", done=start) as task, ctrl_c() as asked:
         trainer = DrafterTrainer(
             model,
             training_arguments(part, run.train, total, device),
@@ -93,7 +97,7 @@ def train(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) -
             made_of=made_of,
             log=log,
             task=task,
-            interrupted=interrupted.is_set,
+            interrupted=stop or asked.is_set,
         )
         try:
             trainer.train(resume_from_checkpoint=None if found is None else str(found.path))
@@ -171,26 +175,6 @@ def _made_of(recipe: Recipe, target: TargetInfo, vocab: Vocab, refs: Sequence[Sa
         "train settings": fingerprint({k: v for k, v in settings.items() if k not in FREE_SETTINGS}),
         "number of ranks": str(world),
     }
-
-
-@contextmanager
-def _ctrl_c() -> Iterator[threading.Event]:
-    """The event is set by the first Ctrl-C; the second one interrupts at once. Only the main thread can catch it."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def ask(*_: object) -> None:
-        asked.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _counts(trainer: DrafterTrainer, tokens: int, seen: int, held_out: int, vocab: Vocab) -> dict[str, Any]:

@@ -1,0 +1,146 @@
+"""The train stage in one process or in several ranks: torchrun under a supervisor, shown as one run.
+
+The ranks and all that they start end with this process, also on Ctrl-C and by kill -9 (eyas.engine.supervise).
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.errors import EyasError, InputError
+from eyas.files import read_json
+from eyas.progress import Progress, Task
+from eyas.recipe import Recipe
+from eyas.rundir import RunDir
+from eyas.target.info import TargetInfo
+from eyas.train.interrupt import ctrl_c
+from eyas.train.rank import KINDS, Job, RankError, RankFiles
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 30.0
+"""the supervisor's time to end all ranks"""
+
+
+def train_stage(
+    recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress, nproc: int | None
+) -> dict[str, Any]:
+    """Trains in `nproc` ranks; default: one for each GPU, in this process where there is one GPU or none.
+
+    Returns and raises what `eyas.train.trainer.train` does; InputError when there are fewer GPUs than ranks.
+    """
+    gpus = torch.cuda.device_count()
+    ranks = nproc or max(1, gpus)
+    if gpus and ranks > gpus:
+        raise InputError(
+            f"--nproc {ranks}: this machine has {gpus} GPU(s), and every rank needs one of its own",
+            fix=f"give --nproc {gpus} or less",
+        )
+    if ranks == 1:
+        from eyas.train.trainer import train
+
+        return train(recipe, target, run, progress)
+    return train_in_ranks(recipe, target, run, progress, ranks)
+
+
+def train_in_ranks(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress, ranks: int) -> dict[str, Any]:
+    files = RankFiles(run.root / ".ranks")
+    shutil.rmtree(files.root, ignore_errors=True)
+    files.root.mkdir(parents=True)
+    files.write_job(Job(recipe, target))
+    log = run.logs / "train.log"
+    try:
+        progress.say(f"train: {ranks} ranks, output in {log}")
+        with ctrl_c() as asked, _torchrun(files, ranks, log) as process:
+            _follow(process, files, progress, asked.is_set)
+        return _result(files, log, process.returncode)
+    finally:
+        shutil.rmtree(files.root, ignore_errors=True)
+
+
+@contextmanager
+def _torchrun(files: RankFiles, ranks: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The supervisor's process; it ends when all ranks have ended, and they when the block does."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    command = [*launcher, *meet, "--max-restarts", "0", "-m", "eyas.train.rank", str(files.root)]
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "eyas.engine.supervise", *command],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**threads, **os.environ},
+            start_new_session=True,  # Ctrl-C reaches this process alone, which asks the ranks to stop
+        )
+    assert process.stdin is not None
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _follow(process: subprocess.Popen[bytes], files: RankFiles, progress: Progress, asked: Callable[[], bool]) -> None:
+    """Shows rank 0's progress until all ranks have ended. Before the first step there is nothing to save on Ctrl-C."""
+    files.events.touch()
+    task: Task | None = None
+    begun, rest = False, ""
+    with ExitStack() as shown, open(files.events, encoding="utf-8") as events:
+        while True:
+            ended = process.poll() is not None
+            *lines, rest = (rest + events.read()).split("\n")
+            for event in map(json.loads, lines):
+                if "say" in event:
+                    progress.say(event["say"])
+                elif "task" in event:
+                    task, begun = shown.enter_context(progress.task(**event["task"])), True
+                elif "advance" in event and task is not None:
+                    task.advance(**event["advance"])
+                elif "end" in event:
+                    shown.close()
+            if ended:
+                return
+            if asked():
+                if not begun:
+                    raise KeyboardInterrupt
+                files.stop.touch()
+            time.sleep(POLL_SECONDS)
+
+
+def _result(files: RankFiles, log: Path, code: int) -> dict[str, Any]:
+    errors = files.errors()
+    if errors:
+        raise _raised(errors, log)
+    if not files.result.exists():
+        raise EyasError(
+            f"the training ranks ended with exit status {code} and said nothing; the last lines of {log}:\n"
+            + "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]),
+            fix="the machine may have run out of memory; the same command continues from the last checkpoint",
+        )
+    counts: dict[str, Any] | None = read_json(files.result)
+    if counts is None:
+        raise KeyboardInterrupt
+    return counts
+
+
+def _raised(errors: list[RankError], log: Path) -> EyasError:
+    """The one error to tell: a known one if there is any, since a rank that is left alone fails in other ways."""
+    known = [e for e in errors if e.kind in KINDS]
+    if known:
+        return KINDS[known[0].kind](known[0].message, fix=known[0].fix)
+    return EyasError(f"a training rank ended with {errors[0].kind}: {errors[0].message}", fix=f"look at {log}")
