@@ -2,7 +2,9 @@
 
 import errno
 import json
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from eyas import pipeline
 from eyas.cli import _reported, app
 from eyas.data.committed import Committed
 from eyas.data.parts import harvest_files
 from eyas.data.schema import HARVESTED
 from eyas.errors import EyasError, InputError, disk_error
 from eyas.files import write_json, written_aside
-from eyas.pipeline import STAGES, Run, Stage, _keep_previous, run_stages
+from eyas.pipeline import STAGES, Run, Stage, _keep_previous, _run_one, run_stages
 from eyas.progress import Progress
 from eyas.recipe import Recipe
 from eyas.report.data_estimate import _harvested
@@ -98,7 +101,7 @@ def done(tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> Call
             fill(run.dir, stage.name)
             return {}
 
-        return Stage(stage.name, stage.made_from, work, stage.outputs, stage.products)
+        return replace(stage, work=work)
 
     monkeypatch.setattr("eyas.pipeline.STAGES", tuple(stand_in(s) for s in STAGES))
     monkeypatch.setattr("eyas.pipeline.write_report", lambda *_: None)
@@ -212,6 +215,71 @@ def test_verifying_again_leaves_the_drafter(tmp_path: Path) -> None:
     assert (run.drafter / "vllm").is_dir()
     assert (tmp_path / "previous" / "t" / "drafter" / "vllm").is_dir()
     assert not run.verify_json.exists()
+
+
+@pytest.fixture
+def run(tmp_path: Path, smollm2: Path) -> Run:
+    made = {"run_dir": str(tmp_path), "target": {"path": str(smollm2)}, "data": {"prompts": "p.jsonl"}}
+    return Run(Recipe.model_validate(made), resolve_target(str(smollm2)), RunDir(tmp_path), Progress())
+
+
+def stage(work: Callable[[Run], dict[str, Any]], *, resumes: bool = False) -> Stage:
+    return Stage("verify", lambda r: None, work, lambda d: [d.verify_json], lambda d: [d.verify_json], resumes)
+
+
+def seconds_of(run: Run) -> float:
+    record = run.dir.record("verify")
+    assert record is not None
+    return record.seconds
+
+
+def test_a_stages_seconds_are_those_of_all_sessions(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(run: Run) -> dict[str, Any]:
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    def done(run: Run) -> dict[str, Any]:
+        time.sleep(0.2)
+        return {}
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            _run_one(run, stage(stopped), "f")
+    _run_one(run, stage(done), "f")
+    assert 0.6 <= seconds_of(run) < 2
+    assert "s of them now)" in capsys.readouterr().err
+    _run_one(run, stage(done), "f")  # it was done: made again from the beginning
+    assert 0.2 <= seconds_of(run) < 0.6
+    with pytest.raises(KeyboardInterrupt):
+        _run_one(run, stage(stopped), "g")
+    assert 0.2 <= seconds_of(run) < 0.6
+
+
+def test_a_killed_session_leaves_its_seconds(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "SECONDS_KEPT_EVERY", 0.05)
+    kept: list[float] = []
+
+    def work(run: Run) -> dict[str, Any]:
+        time.sleep(0.3)
+        kept.append(seconds_of(run))  # what a kill -9 would leave
+        return {}
+
+    _run_one(run, stage(work), "f")
+    assert 0.1 < kept[0] <= seconds_of(run)
+
+
+def test_a_new_attempt_does_not_leave_the_old_result(run: Run) -> None:
+    def failing(run: Run) -> dict[str, Any]:
+        assert not run.dir.verify_json.exists()
+        write_json(run.dir.verify_json, {})
+        raise ValueError
+
+    for _ in range(2):
+        with pytest.raises(ValueError):  # noqa: PT011
+            _run_one(run, stage(failing), "f")
+    with pytest.raises(AssertionError):
+        _run_one(run, stage(failing, resumes=True), "f")
+    assert {s.name for s in STAGES if s.resumes} == {"harvest", "train"}
 
 
 def test_a_full_disk_is_an_error_and_a_bug_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

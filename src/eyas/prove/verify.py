@@ -33,10 +33,10 @@ def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) 
     With an engine that eyas cannot start with a drafter (`hf`, or servers given by URL) acceptance is only predicted,
     and verify.json says so (`mode: replay`, `lossless: null`). Raises ProofError after everything was written.
     """
+    _forget_proofs(run)
     store = HarvestStore(run)
     layers = _checked_layers(store, target, run)
     groups = {name: harvested(store, refs, target) for name, refs in chosen(store, recipe.verify.prompts).items()}
-    _forget_proofs(run)
     if not groups["seen"]:
         raise InputError("no harvested answer to verify with", fix="run `eyas harvest RECIPE` first")
     if recipe.engine.kind == "hf" or recipe.engine.urls:
