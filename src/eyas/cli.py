@@ -167,9 +167,10 @@ def demo(
     with _reported(as_json) as told:
         import eyas.demo
         from eyas.pipeline import STAGE_NAMES
+        from eyas.progress import Progress
         from eyas.target.smollm2 import make_smollm2
 
-        make_smollm2(target_dir)
+        make_smollm2(target_dir, Progress(quiet=quiet).say)
         recipe = Path(eyas.demo.__file__).parent / "recipe.yaml"
         places = [
             f"run_dir={json.dumps(str(run_dir))}",

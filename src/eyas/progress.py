@@ -55,6 +55,20 @@ class Task:
         return f"{self._name}: {self.done:,}{of} {self._unit}  {self._details()}{left}"
 
 
+@contextmanager
+def own_bars_only() -> Iterator[None]:
+    """transformers and the hub client draw no bars of theirs meanwhile."""
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
+
+
 class Progress:
     """Where the pipeline reports. `quiet` silences bars and lines (errors still reach the user as exceptions)."""
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from eyas.engine.base import Captured, Completion, Request
 from eyas.errors import InputError
+from eyas.progress import own_bars_only
 from eyas.recipe import EnginePart, SamplingPart
 from eyas.states.shard import ShardSample, write_shard
 from eyas.target.info import TargetInfo
@@ -202,7 +203,8 @@ def _load(target: TargetInfo, engine: EnginePart, device: torch.device) -> Any:
     attention = engine.attention_backend or ("eager" if device.type == "cpu" else "sdpa")
     dtype = "auto" if engine.dtype == "auto" else _DTYPES[engine.dtype]
     try:
-        model = kind.from_pretrained(target.path, dtype=dtype, attn_implementation=attention, local_files_only=True)
+        with own_bars_only():
+            model = kind.from_pretrained(target.path, dtype=dtype, attn_implementation=attention, local_files_only=True)
     except (ValueError, KeyError, OSError, ImportError) as e:
         raise InputError(
             f"transformers cannot load {target.path} ({target.architecture}): {e}",

