@@ -149,6 +149,10 @@ class TrainPart(Part):
     ttt_steps: int = Field(3, ge=1, le=16)
     epochs: int = Field(10, ge=1)
     tokens_per_batch: int = Field(8192, ge=16, description="tokens of one packed batch")
+    accumulate: int = Field(1, ge=1, description="batches of each rank in one optimizer step")
+    sharding: Literal["none", "fsdp"] = Field(
+        "none", description="fsdp: each rank keeps a share of weights, gradients and moments; none: all of them"
+    )
     lr: float = Field(1.0e-4, gt=0)
     optimizer: Literal["adamw", "muon"] = "adamw"
     schedule: Literal["cosine", "linear", "constant"] = "cosine"

@@ -7,7 +7,7 @@ import pytest
 
 from eyas.errors import InputError
 from eyas.states.store import SampleRef
-from eyas.train.packing import check_budget, deal, make_schedule, pack, trainable
+from eyas.train.packing import Step, check_budget, deal, make_schedule, pack, share_out, trainable
 
 
 def ref(i: int, tokens: int, supervised: int) -> SampleRef:
@@ -16,6 +16,10 @@ def ref(i: int, tokens: int, supervised: int) -> SampleRef:
 
 def lengths(n: int = 500, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(20, 900, n).tolist()
+
+
+def samples_of(steps: list[Step]) -> list[int]:
+    return sorted(i for step in steps for rank in step for pack in rank for i in pack)
 
 
 def test_every_sample_once_within_the_budget_and_little_waste():
@@ -33,7 +37,7 @@ def test_deterministic_by_seed_and_epoch():
     assert first.steps != other.steps
     a, b = first.steps[: first.epoch_ends[0]], first.steps[first.epoch_ends[0] :]
     assert a != b
-    assert sorted(i for s in a for p in s for i in p) == sorted(i for s in b for p in s for i in p)
+    assert samples_of(a) == samples_of(b) == list(range(len(refs)))
 
 
 def test_epoch_of_a_step():
@@ -52,6 +56,20 @@ def test_ranks_are_balanced_and_all_have_a_pack_or_an_empty_one():
     assert sum(p == [] for g in groups for p in g) == 3
     spread = [max(x) - min(x) for g in groups if (x := [supervised[p[0]] for p in g if p])]
     assert np.mean(spread) < 200
+
+
+def test_a_step_has_the_same_packs_however_it_is_split_into_ranks_and_micro_batches():
+    refs = [ref(i, n, n // 2) for i, n in enumerate(lengths())]
+    schedules = [make_schedule(refs, 2048, 2, 0, world, accumulate) for world, accumulate in ((4, 1), (1, 4), (2, 2))]
+    wanted = [(4, 1), (1, 4), (2, 2)]
+    assert [(len(s.steps[0]), len(s.steps[0][0])) for s in schedules] == wanted
+    packs = [[sorted(p for rank in step for p in rank) for step in s.steps] for s in schedules]
+    assert packs[0] == packs[1] == packs[2]
+    assert schedules[0].epoch_ends == schedules[1].epoch_ends
+
+
+def test_ranks_are_balanced_over_the_micro_batches():
+    assert share_out([[9], [8], [7], [6], [5], [4], [], []], 2) == [[[9], [6], [5], []], [[8], [7], [4], []]]
 
 
 def test_too_long_a_sample_is_refused():

@@ -36,7 +36,7 @@ def test_two_ranks_take_the_step_of_the_global_batch(tmp_path: Path) -> None:
     )
     part, refs = recipe.train, trainable(store.samples("train"))
     schedule = make_schedule(refs, part.tokens_per_batch, part.epochs, part.seed, 2)
-    assert any(not pack for step in schedule.steps for pack in step), "no rank is ever without samples"
+    assert any(not pack for step in schedule.steps for rank in step for pack in rank), "no rank is ever without samples"
     _train_in_ranks(run.root)
 
     log = [json.loads(line) for line in (run.train / "log.jsonl").read_text().splitlines()]
@@ -50,7 +50,7 @@ def test_two_ranks_take_the_step_of_the_global_batch(tmp_path: Path) -> None:
                  hidden=target.hidden_size, steps=part.ttt_steps, nested=True, pad_to=None)  # fmt: skip
     config = draft_config(target, recipe.draft, part.ttt_steps)
     model = init_drafter(config, load_vocab(run), target, seed=part.seed)
-    batches = [collate([store.load(refs[i]) for i in pack], how) for pack in schedule.steps[0]]
+    batches = [collate([store.load(refs[i]) for i in pack], how) for rank in schedule.steps[0] for pack in rank]
     rows = sum((x.plan.counts for x in batches), torch.zeros(part.ttt_steps))
     losses = loss_config(part.loss, torch.device("cpu"))
     loss = sum(model(x, losses, denominators=rows).loss for x in batches)

@@ -210,6 +210,24 @@ def test_a_resume_with_other_inputs_is_refused(fresh, change):
         go((run, target), **settings)
 
 
+def test_accumulated_batches_are_the_step_of_one_batch_that_holds_all(fresh):
+    run, _ = fresh
+    tiny_harvest(run, train=2, holdout=0)
+    build_vocab(run, VOCAB, DRAFT_VOCAB)
+    settings = {"epochs": 4, "step_decay": 0.8, "weight_decay": 0.1}
+    go(fresh, tokens_per_batch=24, accumulate=2, **settings)
+    ours, apart = load_file(run.train / "final" / "model.safetensors"), entries(run)
+    shutil.rmtree(run.train)
+    go(fresh, tokens_per_batch=48, **settings)
+    theirs, together = load_file(run.train / "final" / "model.safetensors"), entries(run)
+    assert len(apart) == len(together) == 4
+    for a, b in zip(apart, together, strict=True):
+        assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-4)
+        assert (a["tokens"], a["supervised"]) == (b["tokens"], b["supervised"])
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=2e-5)
+
+
 def test_norms_that_never_move_are_found(fresh):
     """A learning rate below float32's resolution leaves norm weights near 1 as they are, and says nothing."""
     run, _ = fresh

@@ -14,7 +14,7 @@ from eyas.states.store import Sample, SampleRef
 from eyas.train.packing import Pack
 
 AHEAD = 4
-"""batches read ahead"""
+"""batches read ahead, unless more are asked for"""
 
 
 class Store(Protocol):
@@ -115,7 +115,7 @@ class Loaded:
 
 
 class Reader:
-    """Iterates over the batches of `packs`; a thread reads AHEAD of the consumer from a store of its own.
+    """Iterates over the batches of `packs`; a thread reads `ahead` of the consumer from a store of its own.
 
     On CUDA the batches are page-locked and copied on a side stream while the previous step computes. Close it, or
     iterate to the end: the thread ends with either.
@@ -128,9 +128,10 @@ class Reader:
         packs: Sequence[Pack],
         how: Layout,
         device: torch.device,
+        ahead: int = AHEAD,
     ) -> None:
         self._open, self._refs, self._packs, self._how, self._device = open_store, refs, packs, how, device
-        self._queue: queue.Queue[Loaded | BaseException | None] = queue.Queue(AHEAD)
+        self._queue: queue.Queue[Loaded | BaseException | None] = queue.Queue(ahead)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read, name="eyas-reader", daemon=True)
         self._thread.start()

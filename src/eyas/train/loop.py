@@ -1,5 +1,6 @@
 """transformers' Trainer with our batches and loss, exact resume, checkpoints of ours, and a look before each step."""
 
+import itertools
 import json
 import os
 import time
@@ -24,14 +25,14 @@ from eyas.train.optimizers import build_optimizer, lr_factor
 from eyas.train.packing import Schedule
 
 Readers = Callable[[int], Reader]
-"""first step -> the batches of this rank from there on"""
+"""first optimizer step -> the batches of this rank from there on"""
 
 
 class Batches:
     """The train loader that Trainer sees: all steps of the run, the finished ones skipped without being read."""
 
-    def __init__(self, readers: Readers, total: int) -> None:
-        self._readers, self._total = readers, total
+    def __init__(self, readers: Readers, total: int, accumulate: int = 1) -> None:
+        self._readers, self._total = readers, total * accumulate
         self.start = 0
         self._reader: Reader | None = None
 
@@ -78,6 +79,32 @@ def _step_of(line: str) -> float:
         return float("inf")  # a line cut by a kill
 
 
+class StepBatches:
+    """This rank's batches of one optimizer step, and the sums over those that were computed."""
+
+    def __init__(self, loaded: list[Loaded]) -> None:
+        self.loaded, self.done = loaded, 0
+        self.counts = torch.zeros(5, loaded[0].batch.plan.counts.numel(), device=loaded[0].batch.input_ids.device)
+
+    def add(self, counts: StepCounts) -> None:
+        self.counts += counts.stack()
+        self.done += 1
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """[T]: rows with a loss"""
+        return torch.stack([x.batch.plan.counts for x in self.loaded]).sum(0)
+
+    @property
+    def ids(self) -> list[str]:
+        return [i for x in self.loaded for i in x.ids]
+
+    @property
+    def sizes(self) -> list[int]:
+        """rows that are no padding, supervised label rows"""
+        return [sum(x.batch.tokens for x in self.loaded), sum(x.batch.supervised for x in self.loaded)]
+
+
 class DrafterTrainer(Trainer):
     """Evaluates, saves and stops where `Rhythm` says; everything else is the Trainer's own loop."""
 
@@ -102,11 +129,12 @@ class DrafterTrainer(Trainer):
         self.interrupted = interrupted
         self.stopped_early = False
         self.last_evaluation: dict[str, Any] | None = None
+        self._step: StepBatches | None = None
         self._counts: StepCounts | None = None
-        self._loaded: Loaded | None = None
         self._began = time.monotonic()
         super().__init__(model=model, args=args, callbacks=[Rhythm(self)])
         self.remove_callback(PrinterCallback)
+        self.model_accepts_loss_kwargs = True  # our denominators are of the whole step: Trainer must not divide again
 
     # what Trainer asks for
 
@@ -132,26 +160,35 @@ class DrafterTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         return 0
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """The step's batches, and by what its loss sums are divided: known before the first backward pass."""
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        self._step = StepBatches([batch["loaded"] for batch in batches])
+        return batches, self._denominators(self._step.labels)
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        self._loaded = loaded = inputs["loaded"]
-        step, rank = self.state.global_step, self.args.process_index
-        torch.manual_seed(self.part.seed * 1_000_003 + step * 1009 + rank)
+        assert self._step is not None
+        stream = self.args.process_index * self.args.gradient_accumulation_steps + self._step.done
+        torch.manual_seed(self.part.seed * 1_000_003 + self.state.global_step * 1009 + stream)
         output: DraftOutput = model(
-            loaded.batch,
+            inputs["loaded"].batch,
             self.losses,
             decay=self.part.step_decay,
-            denominators=self._denominators(loaded.batch.plan.counts),
+            denominators=num_items_in_batch,
             noise=self.part.noise,
         )
-        self._counts = output.counts
+        self._step.add(output.counts)
         return (output.loss, output) if return_outputs else output.loss
 
-    def _denominators(self, counts: torch.Tensor) -> torch.Tensor:
-        """Rows of all ranks at each step over the number of ranks, so that DDP's mean is the global batch's loss."""
-        stop = torch.tensor([float(self.interrupted())], device=counts.device)
-        shared = self._sum(torch.cat([counts, stop]))
+    def _denominators(self, labels: torch.Tensor) -> torch.Tensor:
+        """Rows of all ranks at each TTT step over the number of ranks, so that DDP's mean is the global batch's loss.
+
+        The ranks also agree here whether this is the last step.
+        """
+        stop = torch.tensor([float(self.interrupted())], device=labels.device)
+        shared = self._sum(torch.cat([labels, stop]))
         self.stopped_early = bool(shared[-1] > 0)
         return shared[:-1] / self.args.world_size
 
@@ -163,37 +200,46 @@ class DrafterTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clips, after the proof that loss and gradient are finite: the optimizer never sees what is not."""
+        assert self._step is not None
+        self._counts = StepCounts.unstack(self._sum(self._step.counts))
         named = [(n, p) for n, p in self.drafter.named_parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
-        assert self._counts is not None
         finite = torch.isfinite(norm) & torch.isfinite(self._counts.loss).all()
         if not bool(finite):
-            self._refuse_step(named)
+            self._refuse_step(named, self._step)
         torch.nn.utils.clip_grads_with_norm_([p for _, p in named], self.part.clip, norm)
         return norm
 
-    def _refuse_step(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    def _refuse_step(self, named: list[tuple[str, nn.Parameter]], mine: StepBatches) -> None:
+        """All ranks come here together: what they judge by is the same for all."""
         assert self._counts is not None
-        assert self._loaded is not None
         bad = [n for n, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        wrong = not bool(torch.isfinite(mine.counts[0]).all())
+        every = self._gathered((wrong, mine.ids))
+        ids = [i for wrong, ids in every if wrong for i in ids] or [i for _, ids in every for i in ids]
         step = self.state.global_step
         raise ProofError(
             f"training step {step + 1} (epoch {self.schedule.epoch_of(step) + 1}): the loss or its gradient is not "
             f"finite; loss sums by TTT step {self._counts.loss.tolist()}, gradients not finite in "
-            f"{', '.join(bad[:3]) or 'none'}; samples {', '.join(self._loaded.ids[:8])}. No weight was changed by "
-            "this step",
+            f"{', '.join(bad[:3]) or 'none'}; samples {', '.join(ids[:8])}. No weight was changed by this step",
             fix="lower train.lr or train.clip, or look at these samples' states; the last checkpoint is still good",
         )
+
+    def _gathered(self, mine: tuple[bool, list[str]]) -> list[tuple[bool, list[str]]]:
+        every = [mine] * self.args.world_size
+        if self.args.world_size > 1:
+            dist.all_gather_object(every, mine)
+        return every
 
     # what is logged
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "grad_norm" not in logs or self._counts is None or self._loaded is None:
+        if "grad_norm" not in logs or self._counts is None or self._step is None:
             return
-        step, batch = self.state.global_step, self._loaded.batch
-        sizes = self._sum(torch.tensor([batch.tokens, batch.supervised], device=self.args.device))
+        step = self.state.global_step
+        sizes = self._sum(torch.tensor(self._step.sizes, device=self.args.device))
         tokens, supervised = (int(x) for x in sizes.tolist())
-        measured = self.measures(StepCounts.unstack(self._sum(self._counts.stack())))
+        measured = self.measures(self._counts)
         entry = {
             "kind": "step",
             "step": step,
@@ -304,10 +350,11 @@ def in_bfloat16(part: TrainPart, device: torch.device) -> bool:
 
 
 def training_arguments(part: TrainPart, directory: Path, total: int, device: torch.device) -> TrainingArguments:
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(directory),
         max_steps=total,
         per_device_train_batch_size=1,
+        gradient_accumulation_steps=part.accumulate,
         learning_rate=part.lr,
         max_grad_norm=part.clip,
         seed=part.seed,
@@ -322,7 +369,11 @@ def training_arguments(part: TrainPart, directory: Path, total: int, device: tor
         report_to="none",
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
     )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # one process, several GPUs: Trainer would spread it over them with nn.DataParallel
+    return arguments
 
 
 def training_device() -> torch.device:

@@ -15,14 +15,16 @@ BALANCE_OVER = 8
 """steps whose packs are dealt out together, so that all ranks of a step have about as many supervised tokens"""
 
 Pack = list[int]
-"""numbers of the samples in one batch; empty: this rank has nothing at this step"""
+"""numbers of the samples in one batch; empty: this rank has nothing here"""
+Step = list[list[Pack]]
+"""step[r][m]: rank r's pack in micro batch m; the gradients of all of them make one optimizer step"""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every optimizer step of a run: steps[s][r] is rank r's pack; epoch_ends[e] steps are done after epoch e."""
+    """Every optimizer step of a run; epoch_ends[e] steps are done after epoch e."""
 
-    steps: list[list[Pack]]
+    steps: list[Step]
     epoch_ends: list[int]
     tokens: int
     """training rows of one epoch"""
@@ -42,16 +44,23 @@ def trainable(refs: Sequence[SampleRef]) -> list[SampleRef]:
     return [ref for ref in refs if ref.supervised >= 2 and rows_of(ref) >= 1]
 
 
-def make_schedule(refs: Sequence[SampleRef], budget: int, epochs: int, seed: int, world: int) -> Schedule:
-    """Packs `refs` anew for each epoch. Raises InputError when a sample is longer than the budget."""
+def make_schedule(
+    refs: Sequence[SampleRef], budget: int, epochs: int, seed: int, world: int, accumulate: int = 1
+) -> Schedule:
+    """Packs `refs` anew for each epoch. Raises InputError when a sample is longer than the budget.
+
+    Which packs make a step depends on world * accumulate alone: two ranks take the steps that one rank takes with
+    twice the micro batches.
+    """
     check_budget(refs, budget)
     lengths, supervised = [rows_of(ref) for ref in refs], [ref.supervised for ref in refs]
-    steps: list[list[Pack]] = []
+    steps: list[Step] = []
     ends: list[int] = []
     for epoch in range(epochs):
         rng = np.random.default_rng([seed, epoch])
         packs = pack(lengths, budget, rng)
-        steps += deal(packs, [sum(supervised[i] for i in p) for p in packs], world, rng)
+        groups = deal(packs, [sum(supervised[i] for i in p) for p in packs], world * accumulate, rng)
+        steps += [share_out(group, world) for group in groups]
         ends.append(len(steps))
     return Schedule(steps, ends, sum(lengths))
 
@@ -93,13 +102,23 @@ def _best_fit(items: Sequence[int], lengths: Sequence[int], budget: int) -> list
     return packs
 
 
-def deal(packs: list[Pack], supervised: Sequence[int], world: int, rng: np.random.Generator) -> list[list[Pack]]:
-    """Groups of `world` packs with about equally many supervised tokens; the last one is filled up with empty packs."""
-    if world == 1:
+def deal(packs: list[Pack], supervised: Sequence[int], size: int, rng: np.random.Generator) -> list[list[Pack]]:
+    """Groups of `size` packs with about equally many supervised tokens, in descending order.
+
+    The last group is filled up with empty packs.
+    """
+    if size == 1:
         return [[p] for p in packs]
     groups: list[list[Pack]] = []
-    for a in range(0, len(packs), world * BALANCE_OVER):
-        some = sorted(range(a, min(a + world * BALANCE_OVER, len(packs))), key=lambda i: -supervised[i])
-        groups += [[packs[i] for i in some[j : j + world]] for j in range(0, len(some), world)]
+    for a in range(0, len(packs), size * BALANCE_OVER):
+        some = sorted(range(a, min(a + size * BALANCE_OVER, len(packs))), key=lambda i: -supervised[i])
+        groups += [[packs[i] for i in some[j : j + size]] for j in range(0, len(some), size)]
     groups = [groups[i] for i in rng.permutation(len(groups))]
-    return [g + [[]] * (world - len(g)) for g in groups]
+    return [g + [[]] * (size - len(g)) for g in groups]
+
+
+def share_out(group: Sequence[Pack], world: int) -> Step:
+    """Deals a group out to the ranks, every other micro batch in reverse, so that the ranks' sums are about equal."""
+    micros = [list(group[a : a + world]) for a in range(0, len(group), world)]
+    ordered = [m if number % 2 == 0 else m[::-1] for number, m in enumerate(micros)]
+    return [[m[rank] for m in ordered] for rank in range(world)]

@@ -24,10 +24,10 @@ from eyas.rundir import Proof, RunDir
 from eyas.states.store import HarvestStore, SampleRef
 from eyas.target.info import TargetInfo
 from eyas.train import checkpoints
-from eyas.train.data import Layout, Reader, layout
+from eyas.train.data import AHEAD, Layout, Reader, layout
 from eyas.train.interrupt import ctrl_c
 from eyas.train.loop import Batches, DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
-from eyas.train.packing import check_budget, make_schedule, pack, trainable
+from eyas.train.packing import check_budget, make_schedule, pack, rows_of, trainable
 
 FREE_SETTINGS = {"keep", "save_every", "eval_every"}
 """train settings that a resumed run may change: they do not touch the weights"""
@@ -57,7 +57,7 @@ def train(
     if not seen:
         raise InputError(f"{run.samples} has no trainable sample", fix="harvest answers of at least 2 tokens first")
     check_budget(held_out, part.tokens_per_batch)
-    schedule = make_schedule(seen, part.tokens_per_batch, part.epochs, part.seed, world)
+    schedule = make_schedule(seen, part.tokens_per_batch, part.epochs, part.seed, world, part.accumulate)
     how = layout(
         store.layers(),
         aux_layers(target, recipe.draft),
@@ -83,7 +83,12 @@ def train(
         progress.say(f"train: continuing after step {start:,} of {total:,}")
     log = Log(run.train / "log.jsonl", writes=not rank)
     log.start_at(start)
-    batches = Batches(lambda first: _reader(run, seen, [s[rank] for s in schedule.steps[first:]], how, device), total)
+
+    def read_from(first: int) -> Reader:
+        packs = [pack for step in schedule.steps[first:] for pack in step[rank]]
+        return Reader(lambda: HarvestStore(run), seen, packs, how, device, ahead=max(AHEAD, part.accumulate))
+
+    batches = Batches(read_from, total, part.accumulate)
     batches.start = start
     with progress.task("train", total=total, unit="steps", done=start) as task, ctrl_c() as asked:
         trainer = DrafterTrainer(
@@ -146,20 +151,15 @@ def write_final(model: Eagle3Drafter, config: Eagle3SpeculatorConfig, vocab: Voc
         (aside / "config.json").write_text(config.to_json_string(), encoding="utf-8")
 
 
-def _reader(
-    run: RunDir, refs: Sequence[SampleRef], packs: Sequence[list[int]], how: Layout, device: torch.device
-) -> Reader:
-    return Reader(lambda: HarvestStore(run), refs, packs, how, device)
-
-
 def _held_out(
     run: RunDir, refs: list[SampleRef], budget: int, how: Layout, device: torch.device, rank: int, world: int
-) -> Any:
-    """Opens this rank's share of the held-out packs; None when nothing is held out."""
+) -> Callable[[], Reader] | None:
+    """Opens this rank's share of the held-out packs, as many as every rank's; None when nothing is held out."""
     if not refs:
         return None
-    packs = pack([ref.tokens - 2 for ref in refs], budget, np.random.default_rng(0))[rank::world]
-    return lambda: _reader(run, refs, packs, how, device)
+    packs = pack([rows_of(ref) for ref in refs], budget, np.random.default_rng(0))
+    mine = [*packs, *([[]] * (-len(packs) % world))][rank::world]
+    return lambda: Reader(lambda: HarvestStore(run), refs, mine, how, device)
 
 
 def _made_of(recipe: Recipe, target: TargetInfo, vocab: Vocab, refs: Sequence[SampleRef], world: int) -> dict[str, str]:
