@@ -27,6 +27,7 @@ from eyas.pipeline import STAGES, Run, Stage, _keep_previous, _run_one, run_stag
 from eyas.progress import Progress
 from eyas.recipe import Recipe
 from eyas.report.data_estimate import _harvested
+from eyas.report.machine import Machine
 from eyas.rundir import RunDir, StageRecord
 from eyas.states.shard import Shard, ShardSample, write_shard
 from eyas.target.resolve import resolve_target
@@ -280,6 +281,20 @@ def test_a_new_attempt_does_not_leave_the_old_result(run: Run) -> None:
     with pytest.raises(AssertionError):
         _run_one(run, stage(failing, resumes=True), "f")
     assert {s.name for s in STAGES if s.resumes} == {"harvest", "train"}
+
+
+def test_an_engine_that_this_machine_has_no_room_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (Path(run.dir.root) / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good day"}\n')
+    monkeypatch.chdir(run.dir.root)
+    monkeypatch.setattr(pipeline, "this_machine", lambda root: Machine(2, 1 << 34, (), 1 << 34))
+    many = run.recipe.engine.model_copy(update={"tensor_parallel": 8})
+    run = replace(run, recipe=run.recipe.model_copy(update={"engine": many}))
+    with pytest.raises(InputError, match=r"has 0 GPUs .*, the recipe needs 8 .* for harvest and verify"):
+        run_stages(run, "prepare", "verify")
+    assert run.dir.records() == {}  # nothing was started
+    monkeypatch.setattr(pipeline, "STAGES", tuple(replace(s, work=lambda run: {}) for s in STAGES))
+    monkeypatch.setattr(pipeline, "write_report", lambda *_: None)
+    assert list(run_stages(run, "prepare", "prepare")) == ["prepare"]
 
 
 def test_a_full_disk_is_an_error_and_a_bug_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

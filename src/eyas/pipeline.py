@@ -22,6 +22,8 @@ from eyas.files import fingerprint, read_json, write_json, write_text
 from eyas.progress import Progress
 from eyas.recipe import Recipe, dump_recipe
 from eyas.report.html import write_report
+from eyas.report.machine import this_machine
+from eyas.report.plan_problems import device_shortage
 from eyas.rundir import Owner, RunDir, StageRecord
 from eyas.target.info import TargetInfo
 
@@ -62,17 +64,20 @@ class Stage:
     products: Callable[[RunDir], list[Path]]
     resumes: bool = False
     """continues with what an interrupted attempt of the same inputs left"""
+    engine: bool = False
+    """starts the recipe's engine"""
 
 
 def run_stages(run: Run, first: str, last: str) -> dict[str, StageRecord]:
     """Runs the stages from `first` to `last` that are missing or stale; earlier ones must be done.
 
     The report is written whenever a stage ran, also one that failed. Raises InputError when an earlier stage is
-    missing or stale, or the directory belongs to another target.
+    missing or stale, this machine cannot start the engine, or the directory belongs to another target.
     """
     with run.dir.locked():
         _claim(run)
         stale = _stale(run, first, last)
+        _check_devices(run, [stage.name for stage, _ in stale if stage.engine])
         try:
             for stage, made_of in stale:
                 _run_one(run, stage, made_of)
@@ -81,6 +86,13 @@ def run_stages(run: Run, first: str, last: str) -> dict[str, StageRecord]:
                 write_report(run.dir, run.recipe)
         wanted = STAGE_NAMES[: STAGE_NAMES.index(last) + 1]
         return {n: r for n, r in run.dir.records().items() if n in wanted}
+
+
+def _check_devices(run: Run, stages: list[str]) -> None:
+    """Raises InputError when one of `stages` would start an engine that this machine has no room for."""
+    short = device_shortage(run.recipe.engine, this_machine(run.dir.root)) if stages else None
+    if short is not None:
+        raise InputError(f"{short.message} for {' and '.join(stages)}", fix=short.fix)
 
 
 def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str]]:
@@ -298,6 +310,7 @@ STAGES = (
         lambda d: [],
         harvest_files,
         resumes=True,
+        engine=True,
     ),
     Stage(
         "vocab",
@@ -327,6 +340,7 @@ STAGES = (
         _verify,
         lambda d: [d.verify_json, d.report_html],
         lambda d: [d.verify_json],
+        engine=True,
     ),
 )
 STAGE_NAMES = tuple(s.name for s in STAGES)

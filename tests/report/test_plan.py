@@ -15,7 +15,7 @@ from rich.console import Console
 from eyas.recipe import Recipe, load_recipe
 from eyas.report import plan as plan_module
 from eyas.report.costs import drafter_sizes
-from eyas.report.machine import Gpu, Machine
+from eyas.report.machine import Gpu, Machine, _visible
 from eyas.report.plan import Plan, build_plan, print_plan
 from eyas.target.resolve import resolve_target
 from target import fixtures, real_configs
@@ -182,6 +182,32 @@ def test_problems(tmp_path: Path, override: str, message: str, fix: str) -> None
     plan = tiny(tmp_path, *DATA, override)
     assert not plan.ok
     assert [p for p in plan.problems if message in p.message and fix in p.fix], plan.problems
+
+
+def test_a_plan_for_a_larger_machine_is_a_note(kimi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(machine: Machine, *overrides: str) -> list[str]:
+        monkeypatch.setattr(plan_module, "this_machine", lambda run_dir: machine)
+        plan = planned("kimi-k2.5.yaml", kimi, tmp_path, *overrides)
+        assert not [p for p in plan.problems if "GPUs" in p.message]
+        assert plan.as_json()["notes"] == plan.notes
+        return [note for note in plan.notes if "this machine" in note]
+
+    laptop, half = replace(LARGE, gpus=()), replace(LARGE, gpus=LARGE.gpus[:4])
+    assert "this machine has 0 GPUs and 1 NUMA node(s), the recipe needs 8" in notes(laptop)[0]
+    assert "this machine has 4 GPUs, the recipe needs 8 (engine.tensor_parallel)" in notes(half)[0]
+    assert notes(LARGE) == []
+    assert notes(laptop, "engine.urls=[http://gpu-box:8000]") == []
+    assert notes(laptop, "engine.kind=hf") == []
+    assert notes(replace(laptop, numa_nodes=2), "engine.tensor_parallel=2") == []
+
+
+@pytest.mark.parametrize(
+    ("chosen", "left"),
+    [(None, "ab"), ("", ""), ("1", "b"), ("1,0", "ba"), ("0,7,1", "a"), ("-1", ""), ("GPU-bb", "b"), ("MIG-1", "ab")],
+)
+def test_gpus_that_cuda_is_told_to_see(chosen: str | None, left: str) -> None:
+    gpus = {("0", "GPU-aa1"): Gpu("a", 1), ("1", "GPU-bb2"): Gpu("b", 1)}
+    assert "".join(gpu.name for gpu in _visible(gpus, chosen)) == left
 
 
 def test_planning_imports_no_framework() -> None:

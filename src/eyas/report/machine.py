@@ -24,6 +24,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     disk_free: int
     """bytes free where the run directory lies"""
+    numa_nodes: int = 1
 
     @property
     def gpu_memory(self) -> int:
@@ -45,6 +46,7 @@ def this_machine(run_dir: Path) -> Machine:
         memory=_memory(),
         gpus=_gpus(),
         disk_free=shutil.disk_usage(where).free,
+        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
     )
 
 
@@ -59,12 +61,27 @@ def _memory() -> int:
 
 
 def _gpus() -> tuple[Gpu, ...]:
+    """Those that a CUDA program started here would see."""
     if shutil.which("nvidia-smi") is None:
         return ()
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         out = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    rows = [line.rsplit(",", 1) for line in out.splitlines() if "," in line]
-    return tuple(Gpu(name.strip(), int(mib) << 20) for name, mib in rows if mib.strip().isdigit())
+    rows = [[word.strip() for word in line.split(",")] for line in out.splitlines()]
+    found = {(row[0], row[1]): Gpu(row[2], int(row[3]) << 20) for row in rows if len(row) == 4 and row[3].isdigit()}
+    return _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _visible(gpus: dict[tuple[str, str], Gpu], chosen: str | None) -> tuple[Gpu, ...]:
+    """The GPUs, by index and UUID, that CUDA_VISIBLE_DEVICES leaves: its names up to the first that is none's."""
+    if chosen is None or "MIG-" in chosen:  # parts of a GPU are not listed by the driver's query
+        return tuple(gpus.values())
+    left: list[Gpu] = []
+    for name in (word.strip() for word in chosen.split(",")):
+        one = next((g for (index, uuid), g in gpus.items() if name == index or (name and uuid.startswith(name))), None)
+        if one is None:
+            break
+        left.append(one)
+    return tuple(left)

@@ -25,7 +25,7 @@ from eyas.report.costs import (
 from eyas.report.data_estimate import DataEstimate, estimate_data
 from eyas.report.engine_facts import EngineFacts, engine_facts
 from eyas.report.machine import Machine, this_machine
-from eyas.report.plan_problems import Problem, find_problems
+from eyas.report.plan_problems import Problem, device_shortage, find_problems
 from eyas.report.plan_tables import print_plan as print_plan
 from eyas.rundir import RunDir
 from eyas.target.config_json import read_config
@@ -60,6 +60,7 @@ class Plan:
     checkpoints: int
     times: list[StageTime]
     problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -85,7 +86,7 @@ class Plan:
             "checkpoints": {"one": self.checkpoint, "total": self.checkpoints},
             "times": [asdict(time) for time in self.times],
             "machine": {**asdict(self.machine), "gpus": [asdict(g) for g in self.machine.gpus]},
-            "notes": list(t.notes),
+            "notes": self.notes,
         }
 
 
@@ -108,7 +109,10 @@ def build_plan(recipe: Recipe, target: TargetInfo | None = None) -> Plan:
     one, kept = checkpoint_bytes(recipe, drafter)
     problems += find_problems(recipe, target, machine, memory, states.disk_bytes, kept, run)
     times = [] if data is None else _times(recipe, target, drafter, machine, run, data)
-    return Plan(target, drafter, engine, machine, data, states, memory, one, kept, times, problems)
+    notes = list(target.notes)
+    if (short := device_shortage(recipe.engine, machine)) is not None:  # the plan may be for another machine
+        notes.append(f"{short.message}; `eyas run` here would stop before it starts the engine")
+    return Plan(target, drafter, engine, machine, data, states, memory, one, kept, times, problems, notes)
 
 
 def _states(recipe: Recipe, target: TargetInfo, drafter: Drafter, data: DataEstimate | None) -> StatesPlan:

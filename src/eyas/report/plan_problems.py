@@ -5,7 +5,7 @@ from pathlib import Path
 
 from eyas.draft.sizes import misfits
 from eyas.export.limits import format_misfits
-from eyas.recipe import Recipe
+from eyas.recipe import EnginePart, Recipe
 from eyas.report.costs import TrainingMemory
 from eyas.report.machine import Machine
 from eyas.rundir import RunDir
@@ -37,6 +37,22 @@ def find_problems(
         *_window_problems(recipe),
         *_disk_problems(machine, states_bytes, checkpoint_bytes, run),
     ]
+
+
+def device_shortage(engine: EnginePart, machine: Machine) -> Problem | None:
+    """What keeps this machine from starting the recipe's engine. It may be planned here and run elsewhere."""
+    need = engine.tensor_parallel
+    if engine.kind != "vllm" or engine.urls:
+        return None
+    have = len(machine.gpus) or machine.numa_nodes  # on a CPU, vLLM puts each rank on a NUMA node of its own
+    if need <= have:
+        return None
+    has = f"{len(machine.gpus)} GPUs" if machine.gpus else f"0 GPUs and {machine.numa_nodes} NUMA node(s)"
+    return Problem(
+        f"this machine has {has}, the recipe needs {need} (engine.tensor_parallel)",
+        f"run on a machine that has them, set engine.tensor_parallel to at most {have}, or name running servers in "
+        "engine.urls",
+    )
 
 
 def _target_problems(recipe: Recipe, target: TargetInfo) -> list[Problem]:
@@ -119,14 +135,6 @@ def _memory_problems(recipe: Recipe, target: TargetInfo, machine: Machine, memor
                 f"{size(have)} of {where}",
                 "set a larger engine.tensor_parallel, run on a larger machine, "
                 "or name a server that has the target in engine.urls",
-            )
-        )
-    if machine.gpus and not recipe.engine.urls and recipe.engine.tensor_parallel > len(machine.gpus):
-        found.append(
-            Problem(
-                f"engine.tensor_parallel is {recipe.engine.tensor_parallel}, this machine has "
-                f"{len(machine.gpus)} GPU(s)",
-                f"set engine.tensor_parallel to at most {len(machine.gpus)}",
             )
         )
     device = machine.gpus[0].memory if machine.gpus else machine.memory

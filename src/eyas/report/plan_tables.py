@@ -23,7 +23,7 @@ def print_plan(plan: "Plan", console: Console) -> None:
     console.print(_table("Training", _training_rows(plan)))
     if plan.times:
         console.print(_times(plan))
-    for note in plan.target.notes:
+    for note in plan.notes:
         console.print(Text(f"note: {note}"))
     for problem in plan.problems:
         console.print(Text("problem: ", style="bold red") + Text(problem.message))
