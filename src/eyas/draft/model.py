@@ -5,7 +5,7 @@ Dimensions: N rows of the pack, M computed rows, H hidden, h / g query / key hea
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from speculators.losses import LossConfig
@@ -49,8 +49,7 @@ class StepCounts:
         return StepCounts(*stacked.unbind(0))
 
 
-@dataclass(frozen=True)
-class DraftOutput:
+class DraftOutput(NamedTuple):  # not a dataclass: FSDP looks for tensors with a gradient in the output
     loss: torch.Tensor
     """scalar: sum over k of decay ** k * mean row loss of step k"""
     counts: StepCounts

@@ -23,7 +23,7 @@ from eyas.export.vllm import export_vllm
 from eyas.recipe import DraftPart, Recipe
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo, TensorRef
-from eyas.train.trainer import write_final
+from eyas.train.trainer import final_weights, write_final
 
 HIDDEN, TARGET_VOCAB, DRAFT_VOCAB, STEPS = 32, 96, 40, 3
 AUX = [1, 2, 3]
@@ -83,7 +83,7 @@ def _drafter() -> list[Measured]:
     worst = max(_off(gradients[name], g) for name, g in expected.items()) if gradients.keys() == expected.keys() else 1
     with tempfile.TemporaryDirectory(prefix="eyas-selftest-") as root:
         run = RunDir(Path(root))
-        write_final(model, config, vocab, run.train / "final")
+        write_final(final_weights(model), config, vocab, run.train / "final")
         recipe = Recipe.model_validate(
             {
                 "run_dir": root,

@@ -21,6 +21,7 @@ from torch import nn
 
 from eyas.errors import EyasError, InputError
 from eyas.files import read_json, sync_dir
+from eyas.train.sharding import like, whole
 
 ABOUT = "checkpoint.json"
 MODEL = "model.safetensors"
@@ -129,9 +130,28 @@ def remove(path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def save_weights(model: nn.Module, directory: Path) -> None:
-    tensors = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
-    save_file(tensors, directory / MODEL)
+def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trained weights, whole, on the CPU; every rank must ask (see eyas.train.sharding)."""
+    return {n: _on_cpu(p) for n, p in model.named_parameters() if p.requires_grad}
+
+
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All moments, whole, on the CPU, under "<parameter>|<moment>"; every rank must ask."""
+    return {
+        f"{name}{_SEPARATOR}{key}": _on_cpu(torch.as_tensor(value))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+        for key, value in optimizer.state[p].items()
+    }
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return whole(tensor.detach()).cpu().contiguous()
+
+
+def save(weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor], directory: Path) -> None:
+    save_file(weights, directory / MODEL)
+    save_file(optimizer, directory / OPTIMIZER)
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
@@ -142,17 +162,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
         raise EyasError(f"{directory / MODEL} does not hold this drafter's weights", fix=f"delete {directory.parent}")
     with torch.no_grad():
         for name, p in wanted.items():
-            p.copy_(found[name])
-
-
-def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """All moments, under "<parameter>|<moment>"."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            for key, value in optimizer.state[p].items():
-                tensors[f"{name}{_SEPARATOR}{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    save_file(tensors, directory / OPTIMIZER)
+            p.copy_(like(found[name], p))
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
@@ -169,8 +179,10 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory
             raise EyasError(f"{directory / OPTIMIZER} has no moments of {name}", fix=f"delete {directory.parent}")
         state: dict[str, Any] = {}
         for key, value in found[name].items():
-            on_cpu = key == "step" and id(p) not in fused
-            state[key] = value if on_cpu else value.to(p.device)
+            if key == "step":
+                state[key] = value.to(p.device) if id(p) in fused else value
+            else:
+                state[key] = like(value, p)
         optimizer.state[p] = state
 
 

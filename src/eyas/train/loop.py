@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from speculators.losses import LossConfig
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from eyas.draft.model import COUNT_EPS, DraftOutput, Eagle3Drafter, StepCounts
@@ -23,6 +24,7 @@ from eyas.train import checkpoints
 from eyas.train.data import Loaded, Reader
 from eyas.train.optimizers import build_optimizer, lr_factor
 from eyas.train.packing import Schedule
+from eyas.train.sharding import Sharded, mine, release, shard, whole
 
 Readers = Callable[[int], Reader]
 """first optimizer step -> the batches of this rank from there on"""
@@ -134,12 +136,20 @@ class DrafterTrainer(Trainer):
         self._began = time.monotonic()
         super().__init__(model=model, args=args, callbacks=[Rhythm(self)])
         self.remove_callback(PrinterCallback)
+        if part.sharding == "fsdp" and args.world_size > 1:
+            shard(model, args.device)
         self.model_accepts_loss_kwargs = True  # our denominators are of the whole step: Trainer must not divide again
 
     # what Trainer asks for
 
     def get_train_dataloader(self) -> Any:
         return self.batches
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if not isinstance(model, FSDPModule):
+            return super()._wrap_model(model, *args, **kwargs)
+        # Trainer prepares nothing that is wrapped: autocast must be set here
+        return Sharded(self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -203,23 +213,23 @@ class DrafterTrainer(Trainer):
         assert self._step is not None
         self._counts = StepCounts.unstack(self._sum(self._step.counts))
         named = [(n, p) for n, p in self.drafter.named_parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None]))
         finite = torch.isfinite(norm) & torch.isfinite(self._counts.loss).all()
         if not bool(finite):
             self._refuse_step(named, self._step)
         torch.nn.utils.clip_grads_with_norm_([p for _, p in named], self.part.clip, norm)
         return norm
 
-    def _refuse_step(self, named: list[tuple[str, nn.Parameter]], mine: StepBatches) -> None:
+    def _refuse_step(self, named: list[tuple[str, nn.Parameter]], step: StepBatches) -> None:
         """All ranks come here together: what they judge by is the same for all."""
         assert self._counts is not None
-        bad = [n for n, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
-        wrong = not bool(torch.isfinite(mine.counts[0]).all())
-        every = self._gathered((wrong, mine.ids))
+        bad = [n for n, p in named if p.grad is not None and not bool(torch.isfinite(mine(p.grad)).all())]
+        wrong = not bool(torch.isfinite(step.counts[0]).all())
+        every = self._gathered((wrong, step.ids))
         ids = [i for wrong, ids in every if wrong for i in ids] or [i for _, ids in every for i in ids]
-        step = self.state.global_step
+        done = self.state.global_step
         raise ProofError(
-            f"training step {step + 1} (epoch {self.schedule.epoch_of(step) + 1}): the loss or its gradient is not "
+            f"training step {done + 1} (epoch {self.schedule.epoch_of(done) + 1}): the loss or its gradient is not "
             f"finite; loss sums by TTT step {self._counts.loss.tolist()}, gradients not finite in "
             f"{', '.join(bad[:3]) or 'none'}; samples {', '.join(ids[:8])}. No weight was changed by this step",
             fix="lower train.lr or train.clip, or look at these samples' states; the last checkpoint is still good",
@@ -281,6 +291,7 @@ class DrafterTrainer(Trainer):
         with torch.no_grad():
             for loaded in self.held_out():
                 total += self.drafter(loaded.batch, self.losses).counts.stack()
+        release(self.drafter)
         self.drafter.train()
         measured = self.measures(StepCounts.unstack(self._sum(total)))
         step = self.state.global_step
@@ -295,12 +306,13 @@ class DrafterTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step, root = self.state.global_step, Path(str(self.args.output_dir))
+        weights = checkpoints.trained_weights(self.drafter)
+        moments = checkpoints.moments(self.drafter, self._optimizer())
         if self.args.should_save:
             evaluation = self.last_evaluation
             loss = evaluation["eval_loss"] if evaluation is not None and evaluation["step"] == step else None
             with checkpoints.directory_aside(root / f"{checkpoints.PREFIX}{step}") as aside:
-                checkpoints.save_weights(self.drafter, aside)
-                checkpoints.save_optimizer(self.drafter, self._optimizer(), aside)
+                checkpoints.save(weights, moments, aside)
                 self.state.save_to_json(str(aside / "trainer_state.json"))
                 checkpoints.seal(aside, step, self.made_of, loss)
             checkpoints.retain(root, self.part.keep)

@@ -28,6 +28,7 @@ from eyas.train.data import AHEAD, Layout, Reader, layout
 from eyas.train.interrupt import ctrl_c
 from eyas.train.loop import Batches, DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
 from eyas.train.packing import check_budget, make_schedule, pack, rows_of, trainable
+from eyas.train.sharding import whole
 
 FREE_SETTINGS = {"keep", "save_every", "eval_every"}
 """train settings that a resumed run may change: they do not touch the weights"""
@@ -110,15 +111,16 @@ def train(
             batches.close()
     if trainer.stopped_early and trainer.state.global_step < total:
         raise KeyboardInterrupt
+    weights = final_weights(model)
     if not rank:
-        _prove(run, model, first_norms)
-        write_final(model, config, vocab, run.train / "final")
+        names = [n for n, p in model.named_parameters() if p.requires_grad]
+        _prove(run, {n: weights[n] for n in names}, first_norms)
+        write_final(weights, config, vocab, run.train / "final")
     return _counts(trainer, schedule.tokens, len(seen), len(held_out), vocab)
 
 
-def _prove(run: RunDir, model: Eagle3Drafter, first_norms: dict[str, torch.Tensor]) -> None:
+def _prove(run: RunDir, trained: dict[str, torch.Tensor], first_norms: dict[str, torch.Tensor]) -> None:
     """Raises ProofError if a weight is not finite, or a norm weight is what it was (as in training in pure bf16)."""
-    trained = {n: p.detach().cpu() for n, p in model.named_parameters() if p.requires_grad}
     bad = [n for n, p in trained.items() if not bool(torch.isfinite(p).all())]
     still = [n for n, p in first_norms.items() if torch.equal(p, trained[n])]
     proofs = [
@@ -139,14 +141,17 @@ def _prove(run: RunDir, model: Eagle3Drafter, first_norms: dict[str, torch.Tenso
         )
 
 
-def write_final(model: Eagle3Drafter, config: Eagle3SpeculatorConfig, vocab: Vocab, path: Path) -> None:
-    """The trained tensors, the head and the vocabulary map in float32, and the config; not the embedding."""
+def final_weights(model: Eagle3Drafter) -> dict[str, torch.Tensor]:
+    """The trained weights and the head, float32 on the CPU; not the embedding. Every rank must ask."""
     foreign = ("embed_tokens.", "verifier_")
-    tensors = {
-        n: p.detach().float().cpu().contiguous() for n, p in model.named_parameters() if not n.startswith(foreign)
-    }
+    kept = ((n, p) for n, p in model.named_parameters() if not n.startswith(foreign))
+    return {n: whole(p.detach()).float().cpu().contiguous() for n, p in kept}
+
+
+def write_final(weights: dict[str, torch.Tensor], config: Eagle3SpeculatorConfig, vocab: Vocab, path: Path) -> None:
+    """`final_weights`, the vocabulary map and the config."""
     with checkpoints.directory_aside(path) as aside:
-        save_file(tensors | {"d2t": vocab.d2t, "t2d": vocab.t2d}, aside / "model.safetensors", {"format": "pt"})
+        save_file(weights | {"d2t": vocab.d2t, "t2d": vocab.t2d}, aside / "model.safetensors", {"format": "pt"})
         # not save_pretrained, which adds a copy of speculators' config.py and an auto_map to it
         (aside / "config.json").write_text(config.to_json_string(), encoding="utf-8")
 
