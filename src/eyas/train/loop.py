@@ -136,6 +136,8 @@ class DrafterTrainer(Trainer):
         self._began = time.monotonic()
         super().__init__(model=model, args=args, callbacks=[Rhythm(self)])
         self.remove_callback(PrinterCallback)
+        # DDP would cut compiled graphs at its buckets; our pieces take weights as arguments, and attention resists it
+        torch._dynamo.config.optimize_ddp = False
         if part.sharding == "fsdp" and args.world_size > 1:
             shard(model, args.device)
         self.model_accepts_loss_kwargs = True  # our denominators are of the whole step: Trainer must not divide again
