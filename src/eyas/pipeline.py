@@ -239,7 +239,17 @@ def _prepare(run: Run) -> dict[str, Any]:
 
 def _harvest(run: Run) -> dict[str, Any]:
     from eyas.data.harvest import harvest
+    from eyas.engine.base import Engine
     from eyas.engine.opening import open_engine
+
+    def at_end(engine: Engine) -> None:
+        from eyas.engine.vllm import VllmEngine
+        from eyas.prove.answers import harvest_is_greedy
+        from eyas.prove.rates import measure_baseline
+
+        # while a server without a drafter is up: verify compares its rate with the drafter's
+        if isinstance(engine, VllmEngine) and not run.recipe.engine.urls and harvest_is_greedy(run.recipe):
+            measure_baseline(run.recipe, run.target, run.dir, engine, run.progress)
 
     return harvest(
         run.recipe,
@@ -248,6 +258,7 @@ def _harvest(run: Run) -> dict[str, Any]:
         run.layers,
         run.progress,
         lambda: open_engine(run.recipe, run.target, run.dir, run.layers, run.progress),
+        at_end=at_end,
     )
 
 

@@ -182,6 +182,9 @@ class ExportPart(Part):
 class VerifyPart(Part):
     speculative_tokens: int = Field(3, ge=1, le=16)
     prompts: int = Field(64, ge=1, description="seen and held-out prompts each, at most")
+    timed_prompts: int = Field(
+        16, ge=1, description="of them, each asked at once with and without the drafter to compare their tokens/s"
+    )
     draft_attention_backend: str | None = Field(None, description="attention backend of the drafter")
     tolerance: float = Field(0.05, gt=0, description="largest |served - predicted| acceptance length")
 

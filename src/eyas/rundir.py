@@ -63,6 +63,7 @@ class RunDir:
         self.drafter = root / "drafter"
         self.logs = root / "logs"
         self.proofs_json = root / "proofs.json"
+        self.baseline_json = root / "baseline.json"
         self.verify_json = root / "verify.json"
         self.report_html = root / "report.html"
 

@@ -14,7 +14,7 @@ from eyas.data import harvest as module
 from eyas.data.harvest import COMPLETE, REPRODUCED, harvest
 from eyas.data.prepare import prepare
 from eyas.data.schema import HARVESTED, part_files
-from eyas.engine.base import Request
+from eyas.engine.base import Engine, Request
 from eyas.errors import EngineError, ProofError
 from eyas.progress import Progress
 from eyas.recipe import Recipe
@@ -98,6 +98,19 @@ def test_nothing_missing_opens_no_engine(bench: Callable[..., Bench]) -> None:
     assert b.files() == before
     assert again["samples"] == first["samples"]
     assert again["worst_logprob_difference"] == first["worst_logprob_difference"]
+
+
+def test_the_engine_is_shown_once_all_is_proven(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    shown: list[tuple[Engine, int, int]] = []
+
+    def at_end(engine: Engine) -> None:
+        shown.append((engine, len(b.rows()), len(b.run.proofs())))
+
+    engine = b.engine()
+    for _ in range(2):  # the second time nothing is missing, and no engine is opened
+        harvest(b.recipe, b.target, b.run, LAYERS, Progress(quiet=True), lambda: engine, at_end=at_end)
+    assert shown == [(engine, 12, 2)]
 
 
 def test_kept_conversations_are_read_not_answered(bench: Callable[..., Bench]) -> None:

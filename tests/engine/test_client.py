@@ -123,6 +123,17 @@ def test_every_request_is_answered_once_with_bounded_concurrency_and_the_key(fak
     assert (fake.bodies[0]["temperature"], fake.bodies[0]["seed"], fake.bodies[0]["logprobs"]) == (0.0, 0, 0)
 
 
+def test_timed_requests_keep_no_states_and_share_no_prefix(fake: Fake, tmp_path: Path) -> None:
+    engine = EnginePart(urls=[fake.url])  # type: ignore[call-arg]
+    made: Any = None  # a server that is given needs no target
+    client = vllm.VllmEngine(engine, made, [1, 2], tmp_path, log_file=tmp_path / "log", max_model_len=8)
+    for _ in range(2):
+        list(client.generate(asked(2), GREEDY, timed=True))
+    assert not any("kv_transfer_params" in body for body in fake.bodies)
+    salts = [body["cache_salt"] for body in fake.bodies]
+    assert salts[0] == salts[1] != salts[2] == salts[3]
+
+
 def test_requests_are_read_lazily_and_closing_early_ends_everything(fake: Fake) -> None:
     read = []
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +13,7 @@ from export import tiny_drafter as tiny
 from eyas.data.schema import HARVESTED
 from eyas.engine.base import Completion, Request
 from eyas.engine.spec_counters import SpecCounters
-from eyas.errors import InputError, ProofError
+from eyas.errors import EngineError, InputError, ProofError
 from eyas.export.reference import ReferenceDrafter
 from eyas.export.vllm import export_vllm
 from eyas.files import read_json
@@ -21,7 +21,9 @@ from eyas.progress import Progress
 from eyas.prove import served, verify
 from eyas.prove.acceptance import predict_acceptance
 from eyas.prove.answers import chosen, harvested
-from eyas.rundir import Proof, RunDir, StageRecord
+from eyas.prove.rates import measure_baseline
+from eyas.recipe import Recipe
+from eyas.rundir import Proof, RunDir
 from eyas.states.shard import ShardSample, write_shard
 from eyas.states.store import HarvestStore
 from eyas.target.info import TargetInfo
@@ -68,6 +70,8 @@ class FakeEngine:
 
     extra = 0
     spoil = False
+    asked: ClassVar[list[tuple[bool, list[str]]]] = []
+    """(timed, ids) of each call"""
 
     def __init__(self, engine: Any, target: TargetInfo, layers: Any, states_dir: Any, **options: Any) -> None:
         self.run = RunDir(options["drafter"].parent.parent)
@@ -76,6 +80,7 @@ class FakeEngine:
         self.answers = {a.id: a.sparing(self.tokens) for a in harvested(store, store.samples(), target)}
         self.drafter = ReferenceDrafter(options["drafter"], EMBEDDING)
         self.counters = SpecCounters(5, 15, 1, (1, 0, 0))
+        self.asked.clear()
 
     def __enter__(self) -> "FakeEngine":
         return self
@@ -83,8 +88,10 @@ class FakeEngine:
     def __exit__(self, *exc: object) -> None:
         return
 
-    def generate(self, requests: Iterator[Request], sampling: Any) -> Iterator[Completion]:
+    def generate(self, requests: Iterator[Request], sampling: Any, *, timed: bool = False) -> Iterator[Completion]:
         assert sampling.temperature == 0.0
+        requests = list(requests)
+        self.asked.append((timed, [r.id for r in requests]))
         for r in requests:
             if "warm-up" in r.id:
                 continue
@@ -111,7 +118,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     tiny.save_trained(run, made, tiny.trained_tensors(tiny.model(made)))
     export_vllm(run, tiny.target_info(tmp_path), tiny.recipe(run))
     harvest(run, ["train", "train", "holdout", "train", "holdout"])
-    run.write_record("harvest", StageRecord("f", "done", counts={"tokens_per_s": 100.0}))
     monkeypatch.setattr(served, "VllmEngine", FakeEngine)
     monkeypatch.setattr(served, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(verify, "load_embedding", lambda target: EMBEDDING)
@@ -140,9 +146,65 @@ def test_all_is_well(run: RunDir) -> None:
         assert entry["acceptance_length"] == pytest.approx(1 + sum(entry["acceptance_rate_per_position"]))
         assert abs(entry["acceptance_length"] - entry["predicted_acceptance_length"]) < 0.05
         assert entry["tokens_per_s"] > 0
-        assert entry["baseline_tokens_per_s"] == 100.0
-    assert "harvest" in found["baseline_source"]
+        assert entry["baseline_tokens_per_s"] is None  # the harvest of this test measured nothing
+    assert "not measured" in found["baseline_source"]
     assert [p.ok for p in run.proofs()] == [True] * 4
+
+
+class PlainEngine:
+    """The harvest's server at its end."""
+
+    def __init__(self, run: RunDir) -> None:
+        store = HarvestStore(run)
+        self.answers = {a.id: a for a in harvested(store, store.samples(), tiny.target_info(run.root))}
+
+    def generate(self, requests: Iterator[Request], sampling: Any, *, timed: bool) -> Iterator[Completion]:
+        assert timed
+        assert sampling.temperature == 0.0
+        for r in requests:
+            output = self.answers[r.id].output_ids[: r.max_tokens]
+            yield Completion(r.id, r.prompt_ids, output, [-1.0] * len(output), None, "length", None)
+
+
+def timing(run: RunDir, prompts: int, **engine: Any) -> Recipe:
+    recipe = tiny.recipe(run, engine=engine)
+    return recipe.model_copy(update={"verify": recipe.verify.model_copy(update={"timed_prompts": prompts})})
+
+
+def test_rates_are_of_the_same_prompts(run: RunDir) -> None:
+    target, quiet, recipe = tiny.target_info(run.root), Progress(quiet=True), timing(run, 1)
+    rates = measure_baseline(recipe, target, run, PlainEngine(run), quiet)  # type: ignore[arg-type]
+    assert [rates[g].ids for g in ("seen", "held_out")] == [["c0/0"], ["c2/0"]]
+    assert rates["seen"].tokens == 12 - 3  # the last ones judge the last draft only
+    for prompts in (1, 4):  # the harvest's choice holds
+        verify.verify(timing(run, prompts), target, run, quiet)
+        found = read_json(run.verify_json)
+        assert "no drafter, no states kept" in found["baseline_source"]
+        for group in ("seen", "held_out"):
+            assert found[group]["timed_prompts"] == 1
+            assert found[group]["baseline_tokens_per_s"] == rates[group].tokens_per_s
+    calls = [(True, ["c0/0"]), (False, ["c1/0", "c3/0"]), (True, ["c2/0"]), (False, ["c4/0"])]
+    assert FakeEngine.asked[1:] == calls  # after the warm-up
+
+
+def test_a_rate_under_other_settings_is_not_compared(run: RunDir) -> None:
+    target, quiet = tiny.target_info(run.root), Progress(quiet=True)
+    measure_baseline(timing(run, 1), target, run, PlainEngine(run), quiet)  # type: ignore[arg-type]
+    verify.verify(timing(run, 2, concurrency=3), target, run, quiet)
+    found = read_json(run.verify_json)
+    assert found["seen"]["baseline_tokens_per_s"] is None
+    assert found["seen"]["timed_prompts"] == 2
+    assert found["seen"]["tokens_per_s"] > 0
+
+
+def test_a_rate_that_cannot_be_measured_ends_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    class Dying(PlainEngine):
+        def generate(self, requests: Any, sampling: Any, *, timed: bool) -> Iterator[Completion]:
+            raise EngineError("gone")
+
+    engine: Any = Dying(run)
+    assert measure_baseline(timing(run, 1), tiny.target_info(run.root), run, engine, Progress()) == {}
+    assert "not measured: gone" in capsys.readouterr().err
 
 
 def test_acceptance_that_is_not_as_predicted_fails(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,3 +260,5 @@ def test_choice_is_spread_and_bounded(run: RunDir) -> None:
     harvest(run, ["train"] * 10)
     ids = [r.id for r in chosen(HarvestStore(run), 4)["seen"]]
     assert ids == ["c0/0", "c2/0", "c5/0", "c7/0"]
+    first = chosen(HarvestStore(run), 4, {"seen": ["c9/0", "c1/0", "gone"]})
+    assert [r.id for r in first["seen"]] == ["c1/0", "c9/0", "c0/0", "c5/0"]

@@ -54,11 +54,13 @@ def harvest(
     progress: Progress,
     open_engine: Callable[[], AbstractContextManager[Engine]],
     *,
+    at_end: Callable[[Engine], None] = lambda engine: None,
     tokenizer: Any = None,
     teacher: TeacherLike | None = None,
 ) -> dict[str, Any]:
     """Asks the engine for what is missing, proves and commits it; returns counts. `layers` ascending, the last one
-    the state before the final norm. The engine is opened only if something is missing.
+    the state before the final norm. The engine is opened only if something is missing; once all is proven and
+    committed, it is shown to `at_end`, and closed.
 
     Raises ProofError when states and log probabilities disagree, EngineError when the engine does not deliver.
     """
@@ -73,7 +75,10 @@ def harvest(
     work = _Work(recipe, target, plan, committed, progress, tokenizer, teacher)
     with ExitStack() as stack:
         work.run(lambda: stack.enter_context(open_engine()))
-    return work.finish()
+        counts = work.finish()
+        if work.engine is not None:
+            at_end(work.engine)
+    return counts
 
 
 def harvest_settings(recipe: Recipe, target: TargetInfo, layers: list[int]) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import math
 import queue
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -84,15 +85,21 @@ class VllmEngine:
         if self.server is not None:
             self.server.__exit__(*exc)
 
-    def generate(self, requests: Iterable[Request], sampling: SamplingPart) -> Iterator[Completion]:
+    def generate(
+        self, requests: Iterable[Request], sampling: SamplingPart, *, timed: bool = False
+    ) -> Iterator[Completion]:
         """See eyas.engine.base.Engine. Closing the iterator early, or an exception, cancels what is in flight.
 
+        timed: of these requests only the rate is wanted: their states are not kept, and what was computed for earlier
+        requests does not serve them.
         Raises EngineError when a server refuses a request, dies, answers with other tokens than it was
         sent, or does not deliver the states.
         """
         patience = OUTAGE_SECONDS if self.server is None else ENDING_SECONDS
+        capture = self._capture and not timed
+        extra = {"cache_salt": secrets.token_hex(8)} if timed else None
         return _generate(
-            self._endpoints, requests, sampling, self._concurrency, self._capture, patience=patience, say=self._say
+            self._endpoints, requests, sampling, self._concurrency, capture, extra, patience=patience, say=self._say
         )
 
     def spec_counters(self) -> SpecCounters:

@@ -1,6 +1,6 @@
 """The answers that a drafter is measured on: harvested prompts, the target's greedy tokens, and their states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor, tensor
@@ -55,9 +55,20 @@ class Answer:
         return Sequence(ids, len(self.prompt_ids), states[:, :-1].flatten(1).float(), len(self.expected))
 
 
-def chosen(store: HarvestStore, count: int) -> dict[str, list[SampleRef]]:
-    """At most `count` samples of each group, spread evenly over the harvest; the same ones in every run."""
-    return {group: _spread(store.samples(split), count) for group, split in SPLITS.items()}
+def chosen(
+    store: HarvestStore, count: int, first: Mapping[str, Collection[str]] | None = None
+) -> dict[str, list[SampleRef]]:
+    """At most `count` samples of each group, spread evenly over the harvest; the same ones in every run.
+
+    Those with the ids in `first` are among them in any case, and come first.
+    """
+    found: dict[str, list[SampleRef]] = {}
+    for group, split in SPLITS.items():
+        refs = [r for r in store.samples(split) if r.supervised > 0]
+        wanted = set() if first is None else set(first.get(group, ()))
+        begin = [r for r in refs if r.id in wanted]
+        found[group] = [*begin, *_spread([r for r in refs if r.id not in wanted], max(0, count - len(begin)))]
+    return found
 
 
 def harvested(store: HarvestStore, refs: list[SampleRef], target: TargetInfo) -> list[Answer]:
@@ -79,7 +90,6 @@ def _harvested(store: HarvestStore, ref: SampleRef, target: TargetInfo) -> Answe
 
 
 def _spread(refs: list[SampleRef], count: int) -> list[SampleRef]:
-    refs = [r for r in refs if r.supervised > 0]
     if len(refs) <= count:
         return refs
     return [refs[i * len(refs) // count] for i in range(count)]

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from eyas.engine.vllm import VllmEngine
 from eyas.errors import EngineError
 from eyas.progress import Progress
 from eyas.prove.answers import Answer
+from eyas.prove.rates import Rate, ask, ask_timed, greedy
 from eyas.recipe import Recipe, SamplingPart
 from eyas.rundir import RunDir
 from eyas.states.shard import Shard
@@ -32,15 +34,8 @@ class Served:
     logprobs: dict[str, list[float]]
     counters: SpecCounters
     tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-
-def greedy(sampling: SamplingPart) -> SamplingPart:
-    return sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": None})
+    rate: Rate
+    """of the timed answers, which are asked first and alone"""
 
 
 def serve(
@@ -48,10 +43,14 @@ def serve(
     target: TargetInfo,
     run: RunDir,
     groups: dict[str, list[Answer]],
+    timed: Mapping[str, Collection[str]],
     progress: Progress,
 ) -> dict[str, Served]:
-    """Starts vLLM with target and drafter and asks for every answer again, greedily, one group after the other."""
-    sampling, tokens = greedy(recipe.engine.sampling), recipe.verify.speculative_tokens
+    """Starts vLLM with target and drafter and asks for every answer again, greedily, one group after the other.
+
+    timed: the ids of each group's answers whose rate is measured.
+    """
+    tokens = recipe.verify.speculative_tokens
     served: dict[str, Served] = {}
     with VllmEngine(
         recipe.server,
@@ -65,18 +64,21 @@ def serve(
         draft_attention_backend=recipe.verify.draft_attention_backend,
         progress_say=progress.say,
     ) as engine:
-        _warm_up(engine, groups, sampling)
+        _warm_up(engine, groups, greedy(recipe.engine.sampling))
         for group, answers in groups.items():
             if not answers:
                 continue
             before = _standing_counters(engine)
-            start = time.monotonic()
-            found = _ask(engine, recipe, answers, sampling, progress, f"verify, {group.replace('_', ' ')}")
-            seconds = time.monotonic() - start
+            what = f"verify, {group.replace('_', ' ')}"
+            found, rate = ask_timed(
+                engine, recipe, [a for a in answers if a.id in timed[group]], progress, f"{what}, timed"
+            )
+            if rest := [a for a in answers if a.id not in timed[group]]:
+                found += ask(engine, recipe, rest, progress, what)
             outputs = {c.id: c.output_ids for c in found}
             total = sum(len(ids) for ids in outputs.values())
             logprobs = {c.id: c.output_logprobs for c in found}
-            served[group] = Served(outputs, logprobs, _standing_counters(engine) - before, total, seconds)
+            served[group] = Served(outputs, logprobs, _standing_counters(engine) - before, total, rate)
     return served
 
 
@@ -86,18 +88,19 @@ def answer_greedily(
     run: RunDir,
     layers: list[int],
     groups: dict[str, list[Answer]],
+    timed: Mapping[str, Collection[str]],
     states_dir: Path,
     progress: Progress,
-) -> tuple[dict[str, list[Answer]], float]:
+) -> tuple[dict[str, list[Answer]], dict[str, Rate]]:
     """The target's greedy answers to the same prompts, with their states: the reference where the harvest is none.
 
-    Returns them and their tokens/s (without a drafter, states captured). `states_dir` is emptied first and belongs to
-    the caller afterwards.
+    Returns them and the rates of the timed ones, asked once more. `states_dir` is emptied first and belongs to the
+    caller afterwards.
     """
     shutil.rmtree(states_dir, ignore_errors=True)
     states_dir.mkdir(parents=True)
-    tokens, seconds = 0, 0.0
     fresh: dict[str, list[Answer]] = {}
+    rates: dict[str, Rate] = {}
     with VllmEngine(
         recipe.server,
         target,
@@ -107,19 +110,18 @@ def answer_greedily(
         max_model_len=min(target.max_position_embeddings, recipe.data.max_length + 1),
         progress_say=progress.say,
     ) as engine:
-        sampling = greedy(recipe.engine.sampling)
         for group, answers in groups.items():
-            wanted = [_open_ended(a, recipe) for a in answers]
-            start = time.monotonic()
-            found = _ask(engine, recipe, wanted, sampling, progress, f"greedy answers, {group.replace('_', ' ')}")
-            seconds += time.monotonic() - start
-            tokens += sum(len(c.output_ids) for c in found)
+            name = group.replace("_", " ")
+            found = ask(engine, recipe, [_open_ended(a) for a in answers], progress, f"greedy answers, {name}")
             by_id = {c.id: c for c in found}
             fresh[group] = [_answer(by_id[a.id]) for a in answers]
-    return fresh, tokens / max(seconds, 1e-9)
+            again = [a.sparing(recipe.verify.speculative_tokens) for a in fresh[group] if a.id in timed[group]]
+            if again:
+                _, rates[group] = ask_timed(engine, recipe, again, progress, f"rate without a drafter, {name}")
+    return fresh, rates
 
 
-def _open_ended(answer: Answer, recipe: Recipe) -> Answer:
+def _open_ended(answer: Answer) -> Answer:
     """The prompt alone: free to stop, up to the recipe's max_tokens."""
     return Answer(answer.id, answer.prompt_ids, [0], [0.0], True, answer.states)
 
@@ -140,24 +142,6 @@ def _answer(completion: Completion) -> Answer:
         completion.finish_reason == "stop",
         states,
     )
-
-
-def _ask(
-    engine: VllmEngine,
-    recipe: Recipe,
-    answers: list[Answer],
-    sampling: SamplingPart,
-    progress: Progress,
-    what: str,
-) -> list[Completion]:
-    found: list[Completion] = []
-    with progress.task(what, total=len(answers), unit="answers") as task:
-        for completion in engine.generate((a.request(recipe) for a in answers), sampling):
-            found.append(completion)
-            task.advance(1, tokens=len(completion.output_ids))
-    if {c.id for c in found} != {a.id for a in answers}:
-        raise EngineError(f"{what}: {len(answers)} prompts were sent, {len(found)} answers came back")
-    return found
 
 
 def _warm_up(engine: VllmEngine, groups: dict[str, list[Answer]], sampling: SamplingPart) -> None:

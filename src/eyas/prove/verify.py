@@ -14,6 +14,7 @@ from eyas.progress import Progress
 from eyas.prove.acceptance import Acceptance, predict_acceptance
 from eyas.prove.answers import Answer, chosen, harvest_is_greedy, harvested
 from eyas.prove.lossless import Losslessness, compare
+from eyas.prove.rates import Rate, read_baseline, to_time
 from eyas.prove.served import Served, answer_greedily, serve
 from eyas.recipe import Recipe
 from eyas.rundir import Proof, RunDir
@@ -36,20 +37,24 @@ def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) 
     _forget_proofs(run)
     store = HarvestStore(run)
     layers = _checked_layers(store, target, run)
-    groups = {name: harvested(store, refs, target) for name, refs in chosen(store, recipe.verify.prompts).items()}
+    rates = _rates(recipe, run, store)
+    timed = {
+        name: rates[name].ids if name in rates else [ref.id for ref in refs]
+        for name, refs in to_time(store, recipe).items()
+    }
+    picked = chosen(store, recipe.verify.prompts, timed)
+    groups = {name: harvested(store, refs, target) for name, refs in picked.items()}
     if not groups["seen"]:
         raise InputError("no harvested answer to verify with", fix="run `eyas harvest RECIPE` first")
     if recipe.engine.kind == "hf" or recipe.engine.urls:
         return _replay(recipe, target, run, _sparing(groups, recipe), progress)
 
     fresh_states = run.root / "verify-states"
-    baseline, source = _harvest_speed(run, recipe)
     try:
         if not harvest_is_greedy(recipe):
-            groups, baseline = answer_greedily(recipe, target, run, layers, groups, fresh_states, progress)
-            source = "a pass of the same prompts without a drafter, states captured"
+            groups, rates = answer_greedily(recipe, target, run, layers, groups, timed, fresh_states, progress)
         groups = _sparing(groups, recipe)
-        served = serve(recipe, target, run, groups, progress)
+        served = serve(recipe, target, run, groups, timed, progress)
         lossless = compare(
             [a for name in served for a in groups[name]],
             {i: ids for s in served.values() for i, ids in s.outputs.items()},
@@ -70,10 +75,10 @@ def verify(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress) 
         "identical": lossless.identical,
         "comparison": lossless.record(),
         "reference": "the harvest" if harvest_is_greedy(recipe) else "a greedy pass without drafter",
-        "baseline_source": source,
+        "baseline_source": _baseline_source(recipe, rates),
     }
     for name in GROUPS:
-        report[name] = _group(served.get(name), predicted.get(name), len(groups[name]), baseline)
+        report[name] = _group(served.get(name), predicted.get(name), len(groups[name]), rates.get(name))
     proofs = _proofs(recipe, lossless, served, predicted)
     write_json(run.verify_json, report)
     run.write_proofs(proofs)
@@ -152,7 +157,7 @@ def _predicted(
 
 
 def _group(
-    served: Served | None, predicted: Acceptance | None, prompts: int, baseline: float | None
+    served: Served | None, predicted: Acceptance | None, prompts: int, without: Rate | None
 ) -> dict[str, Any] | None:
     """One group's entry in verify.json; None when there was nothing to measure."""
     if predicted is None:
@@ -163,7 +168,7 @@ def _group(
         "acceptance_rate_per_position": None,
         "drafts": None,
         "tokens_per_s": None,
-        "baseline_tokens_per_s": baseline,
+        "baseline_tokens_per_s": None,
         "predicted_acceptance_length": predicted.acceptance_length,
         "predicted_acceptance_rate_per_position": predicted.rate_per_position,
         "predicted_drafts": predicted.drafts,
@@ -177,7 +182,9 @@ def _group(
             "draft_tokens": c.draft_tokens,
             "accepted_tokens": c.accepted_tokens,
             "output_tokens": served.tokens,
-            "tokens_per_s": served.tokens_per_s,
+            "timed_prompts": len(served.rate.ids),
+            "tokens_per_s": served.rate.tokens_per_s,
+            "baseline_tokens_per_s": None if without is None else without.tokens_per_s,
         }
     return entry
 
@@ -236,9 +243,17 @@ def _checked_layers(store: HarvestStore, target: TargetInfo, run: RunDir) -> lis
     return found
 
 
-def _harvest_speed(run: RunDir, recipe: Recipe) -> tuple[float | None, str | None]:
-    record = run.record("harvest")
-    speed = None if record is None else record.counts.get("tokens_per_s")
-    if speed is None:
-        return None, None
-    return float(speed), f"the harvest (states captured, at most {recipe.engine.concurrency} requests at once)"
+def _rates(recipe: Recipe, run: RunDir, store: HarvestStore) -> dict[str, Rate]:
+    """Without a drafter, as the harvest measured them; of prompts that are all still there."""
+    if not harvest_is_greedy(recipe):
+        return {}
+    rates = read_baseline(recipe, run)
+    found = chosen(store, 0, {name: rate.ids for name, rate in rates.items()})
+    return {name: rate for name, rate in rates.items() if len(found[name]) == len(rate.ids)}
+
+
+def _baseline_source(recipe: Recipe, rates: dict[str, Rate]) -> str:
+    if not rates:
+        return "not measured: this harvest ended without it, with other engine settings or on another machine"
+    where = "the harvest's server" if harvest_is_greedy(recipe) else "the server of the greedy pass"
+    return f"the same timed prompts, asked at once from {where}: no drafter, no states kept"

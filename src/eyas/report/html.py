@@ -185,8 +185,9 @@ def _group_rows(verified: dict[str, Any] | None) -> list[tuple[str, list[str]]]:
         "drafts": "drafts",
         "predicted_drafts": "drafts, predicted",
         "accepted_tokens": "accepted tokens",
-        "tokens_per_s": "tokens/s with the drafter",
-        "baseline_tokens_per_s": "tokens/s without",
+        "timed_prompts": "timed prompts, asked at once",
+        "tokens_per_s": "their tokens/s with the drafter",
+        "baseline_tokens_per_s": "their tokens/s without",
     }
     rows = [(label, [value_text(g.get(key)) for g in found]) for key, label in quantities.items()]
     return [(label, cells) for label, cells in rows if any(c != "-" for c in cells)]
