@@ -12,10 +12,9 @@ import torch
 from speculators.losses import LossConfig, resolve_loss_config
 
 from eyas.draft.rows import StepPlan
+from eyas.draft.sizes import CHUNK_ELEMENTS
 from eyas.errors import InputError
 
-CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
-"""logits of one chunk"""
 CHUNK_MULTIPLE = 256
 """rows of a chunk, where it has more: whole tiles of a matrix product"""
 

@@ -7,6 +7,8 @@ from eyas.recipe import DraftPart
 from eyas.target.info import TargetInfo
 
 MAX_MLA_HEAD_DIM = 256
+CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
+"""logits that exist at a time"""
 
 
 @dataclass(frozen=True)

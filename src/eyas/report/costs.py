@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
-from eyas.draft.sizes import chosen_aux_layers, layer_sizes
+from eyas.draft.sizes import CHUNK_ELEMENTS, chosen_aux_layers, layer_sizes
 from eyas.recipe import Recipe
 from eyas.report.machine import Machine
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo
 
 STORED_BYTES = {"bf16": 2, "f32": 4}
+_KEPT = 1.3
+"""338 KB a row and step at Kimi's shape on an H200, where the formula has 262 KB (benchmarks/results)"""
 _LEAST_RATE_SECONDS = 5.0
 """a stage shorter than this says little about its rate"""
 # Reference rates: floating-point operations a second that the work really reached, batching and waiting included.
@@ -71,17 +73,24 @@ def stored_width(recipe: Recipe, target: TargetInfo) -> int:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on one device, without sharding."""
+    """Bytes on one device."""
 
     weights: int
+    """trained and frozen ones, and the copies that a step works with"""
     gradients: int
     moments: int
     activations: int
+    """the step's packs, and what the backward pass keeps"""
     logits: int
+    gradients_stay: bool
+    """they are there while a forward pass computes: accumulation, DDP's buckets"""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.moments + self.activations + self.logits
+        """At the peak: as a backward pass gives up activations, gradients take their place, unless they stay."""
+        step = self.activations + self.logits
+        both = self.gradients + step if self.gradients_stay else max(self.gradients, step)
+        return self.weights + self.moments + both
 
     @property
     def certain(self) -> int:
@@ -89,24 +98,37 @@ class TrainingMemory:
         return self.weights + self.gradients + self.moments
 
 
-def training_memory(target: TargetInfo, recipe: Recipe, drafter: Drafter, machine: Machine) -> TrainingMemory:
-    """Weights, gradients and moments in float32 (Muon keeps one moment), frozen rows in float32 with the teacher's.
+def training_memory(
+    target: TargetInfo, recipe: Recipe, drafter: Drafter, *, cuda: bool, ranks: int = 1, rows: int | None = None
+) -> TrainingMemory:
+    """rows: supervised rows of the fullest pack; default: all of them, an upper bound.
 
-    Activations: what the backward pass keeps of one TTT step (inputs, projections, MLP) times the steps; logits: draft
-    and target distributions of the supervised positions in float32, in each step. Upper bounds: every position is
-    supervised.
+    Trained weights, gradients and moments are float32 (Muon keeps one moment for a matrix), and with bf16 products
+    there is a bf16 copy of the weights. Frozen rows (embedding, head, and the teacher where it is not the head) are
+    held in bf16 where that changes nothing. Under FSDP each rank has its share and, in a step, all weights and their
+    gradients. Activations are those of the supervised rows at every TTT step; `_KEPT` is what was measured of more
+    than the formula counts. Logits: one chunk's, draft's and teacher's with their gradient.
     """
-    tokens, steps, hidden = recipe.train.tokens_per_batch, recipe.train.ttt_steps, target.hidden_size
-    compute = 2 if recipe.train.compute == "bfloat16" or (recipe.train.compute == "auto" and machine.gpus) else 4
+    part, hidden = recipe.train, target.hidden_size
+    half = part.compute == "bfloat16" or (part.compute == "auto" and cuda)
+    compute, frozen_width = (2, 2 if target.dtype == "bfloat16" else 4) if half else (4, 4)
+    rows = min(part.tokens_per_batch if rows is None else rows, part.tokens_per_batch)
+    teacher = recipe.draft.vocab_size * hidden if part.train_head or target.logit_scale != 1.0 else 0
     attention = drafter.head_dim * (2 * drafter.heads + 2 * drafter.key_value_heads)
     one_step = 6 * hidden + attention + 3 * drafter.intermediate_size
-    teacher = recipe.draft.vocab_size * hidden
+    kept = int(_KEPT * rows * one_step * part.ttt_steps * drafter.layers)
+    states = 2 * part.tokens_per_batch * (len(drafter.aux_layers) + 1) * hidden * (part.accumulate + 1)
+    chunk = min(rows * recipe.draft.vocab_size, CHUNK_ELEMENTS["cuda" if cuda else "cpu"])
+    sharded = part.sharding == "fsdp" and ranks > 1
+    own, whole = -(-drafter.trainable // ranks) if sharded else drafter.trainable, drafter.trainable * sharded
+    copies = drafter.trainable * compute if half else 0
     return TrainingMemory(
-        weights=4 * (drafter.trainable + drafter.frozen + teacher),
-        gradients=4 * drafter.trainable,
-        moments=(8 if recipe.train.optimizer == "adamw" else 4) * drafter.trainable,
-        activations=compute * tokens * (one_step * steps * drafter.layers + (len(drafter.aux_layers) + 1) * hidden),
-        logits=4 * tokens * recipe.draft.vocab_size * (steps + 1),
+        weights=4 * (own + whole) + copies + frozen_width * (drafter.frozen + teacher),
+        gradients=4 * (own + whole),
+        moments=(8 if part.optimizer == "adamw" else 4) * own,
+        activations=compute * kept + states,
+        logits=4 * compute * chunk,
+        gradients_stay=part.accumulate > 1 or (ranks > 1 and not sharded),
     )
 
 

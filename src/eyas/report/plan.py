@@ -105,7 +105,7 @@ def build_plan(recipe: Recipe, target: TargetInfo | None = None) -> Plan:
         problems.append(Problem(e.message, e.fix or "correct data.prompts"))
     engine = engine_facts(recipe, target, drafter, run, problems)
     states = _states(recipe, target, drafter, data)
-    memory = training_memory(target, recipe, drafter, machine)
+    memory = training_memory(target, recipe, drafter, cuda=bool(machine.gpus), ranks=max(1, len(machine.gpus)))
     one, kept = checkpoint_bytes(recipe, drafter)
     problems += find_problems(recipe, target, machine, memory, states.disk_bytes, kept, run)
     times = [] if data is None else _times(recipe, target, drafter, machine, run, data)

@@ -138,6 +138,8 @@ class DrafterTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         # DDP would cut compiled graphs at its buckets; our pieces take weights as arguments, and attention resists it
         torch._dynamo.config.optimize_ddp = False
+        if self.accelerator.ddp_handler is not None:
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True  # else gradients are held twice
         if part.sharding == "fsdp" and args.world_size > 1:
             shard(model, args.device)
         self.model_accepts_loss_kwargs = True  # our denominators are of the whole step: Trainer must not divide again

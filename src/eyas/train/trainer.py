@@ -27,6 +27,7 @@ from eyas.train import checkpoints
 from eyas.train.data import AHEAD, Layout, Reader, layout
 from eyas.train.interrupt import ctrl_c
 from eyas.train.loop import Batches, DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
+from eyas.train.memory import Load, check_memory
 from eyas.train.packing import check_budget, make_schedule, pack, rows_of, trainable
 from eyas.train.sharding import whole
 
@@ -73,6 +74,9 @@ def train(
         run.train.mkdir(parents=True, exist_ok=True)
         checkpoints.tidy(run.train)
     found = checkpoints.resumable(run.train, made_of)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an engine in this process left
+        check_memory(recipe, target, Load.of(seen, schedule, world), torch.cuda.mem_get_info(device)[0])
     model = init_drafter(config, vocab, target, train_head=part.train_head, seed=part.seed)
     if recipe.draft.from_ is not None:
         load_drafter(model, Path(recipe.draft.from_))
