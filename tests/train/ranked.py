@@ -27,6 +27,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"sharding": "fsdp"},
     "resumed": {"sharding": "fsdp"},
+    "muon": {"optimizer": "muon", "epochs": 1},
+    "fsdp-muon": {"optimizer": "muon", "sharding": "fsdp", "epochs": 1},
     "fsdp-head": {"sharding": "fsdp", "train_head": True, "accumulate": 2, "epochs": 1, "noise": 0.0},
 }
 RESUMED_AT = 2

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from eyas.recipe import TrainPart
-from eyas.train.optimizers import build_optimizer, lr_factor
+from eyas.train import optimizers
+from eyas.train.optimizers import build_optimizer, lr_factor, orthogonal, share_out
 
 
 class Small(torch.nn.Module):
@@ -51,6 +52,51 @@ def test_muon_takes_the_matrices_and_adamw_norms_and_heads():
     assert set(optimizer.state[model.fc.weight]) == {"momentum_buffer"}
     for p in (model.norm.weight, model.lm_head.weight):
         assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """Newton and Schulz in float64, x never transposed."""
+    x = x.double() / x.double().norm()
+    for _ in range(5):
+        gram = x.t() @ x
+        x = 3.4445 * x + x @ (-4.7750 * gram + 2.0315 * gram @ gram)
+    return x
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 40), (40, 5)])
+def test_updates_are_orthogonalized_tall_and_wide(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    found = orthogonal(x)
+    torch.testing.assert_close(found.double(), plain(x), rtol=1e-4, atol=1e-5)
+    u, _, v = torch.linalg.svd(x.double(), full_matrices=False)
+    assert torch.nn.functional.cosine_similarity(found.double().flatten(), (u @ v).flatten(), dim=0) > 0.97
+
+
+def test_muon_steps_as_torchs_own(monkeypatch):
+    monkeypatch.setattr(optimizers, "iterated_in", lambda _: torch.bfloat16)
+    ours, theirs = Small(), Small()
+    part = TrainPart(optimizer="muon", lr=0.01, weight_decay=0.1)
+    matrices, rest = [theirs.fc.weight], [theirs.norm.weight, theirs.lm_head.weight]
+    reference = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    others = torch.optim.AdamW([{"params": rest[1:], "weight_decay": 0.1}, {"params": rest[:1]}], lr=0.01)
+    others.param_groups[1]["weight_decay"] = 0.0
+    mine = build_optimizer(ours, part)
+    for _ in range(5):
+        run(ours, mine, 1)
+        others.zero_grad()
+        run(theirs, reference, 1)
+        others.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_costly_matrices_are_dealt_out_evenly():
+    shapes = [(7168, 21504), (8192, 14336), (8192, 14336), (8192, 14336), (7168, 8192), *[(7168, 18432)] * 3]
+    assert sorted(share_out(shapes, 8)) == list(range(8))
+    owners = share_out(shapes, 2)
+    costs = [sum(min(s) ** 2 * max(s) for s, o in zip(shapes, owners, strict=True) if o == r) for r in range(2)]
+    assert max(costs) < 1.2 * min(costs)
+    assert share_out(shapes, 1) == [0] * 8
 
 
 def test_a_scheduler_reaches_both_also_after_loading_state():

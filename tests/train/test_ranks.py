@@ -33,7 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_run(root / "base")
     processes = _start(root / "base")
     try:
-        for name in ("ddp", "fsdp-head"):
+        for name in ("ddp", "muon", "fsdp-head"):
             shutil.copytree(root / "base", root / f"{name}-alone")
             settings = {**ranked.SETTINGS, **ranked.RUNS[name]}
             settings |= {"accumulate": 2 * settings.get("accumulate", 1)}
@@ -77,7 +77,15 @@ def test_some_step_leaves_a_rank_without_samples(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "twin"), [("ddp", "ddp"), ("fsdp", "ddp"), ("resumed", "ddp"), ("fsdp-head", "fsdp-head")]
+    ("name", "twin"),
+    [
+        ("ddp", "ddp"),
+        ("fsdp", "ddp"),
+        ("resumed", "ddp"),
+        ("muon", "muon"),
+        ("fsdp-muon", "muon"),
+        ("fsdp-head", "fsdp-head"),
+    ],
 )
 def test_two_ranks_take_the_steps_of_one_rank_with_twice_the_batches(root: Path, name: str, twin: str) -> None:
     ours, theirs = entries(root / name), entries(root / f"{twin}-alone")
@@ -91,7 +99,7 @@ def test_two_ranks_take_the_steps_of_one_rank_with_twice_the_batches(root: Path,
         torch.testing.assert_close(found[key], value, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp-head"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "muon", "fsdp-muon", "fsdp-head"])
 def test_all_ranks_have_the_same_weights(root: Path, name: str) -> None:
     a, b = (load_file(root / name / f"rank{rank}.safetensors") for rank in range(2))
     assert all(torch.equal(a[key], b[key]) for key in a)

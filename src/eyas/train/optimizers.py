@@ -5,11 +5,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from speculators.train.optimizers import split_named_params_for_muon
 from torch import nn
 
 from eyas.recipe import TrainPart
+from eyas.train.sharding import like, whole
 
+MOMENTUM = 0.95
+ITERATIONS = 5
+ADAMW_SIZE = 0.2
+"""about the root mean square of AdamW's updates, in learning rates"""
 NORM_DIMS = 1
 """weight decay is for matrices; norm weights have one dimension"""
 
@@ -34,10 +40,11 @@ def _decay_groups(parameters: Iterable[torch.Tensor], part: TrainPart) -> list[d
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """torch's Muon and AdamW stepped as one optimizer, with one list of groups and one state.
+    """Muon for `matrices` and AdamW for `rest`, stepped as one optimizer, with one list of groups and one state.
 
-    Muon's update is scaled to AdamW's size (`match_rms_adamw`), so that one learning rate serves both. torch's Muon
-    orthogonalizes the smaller side of each matrix.
+    Muon (Keller Jordan, 2024) with Nesterov momentum; its update is scaled to AdamW's size (arXiv 2502.16982), so that
+    one learning rate serves both. Where there are several ranks, each makes the updates of some matrices and sends
+    them to the others.
     """
 
     def __init__(
@@ -47,29 +54,87 @@ class MuonAdamW(torch.optim.Optimizer):
         lr: float,
         weight_decay: float,
     ) -> None:
-        self._muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(rest, lr=lr, fused=True) if rest else None
-        groups = [*self._muon.param_groups, *(self._adamw.param_groups if self._adamw else [])]
-        super().__init__(groups, {"lr": lr})
+        first = {"params": matrices, "lr": lr, "weight_decay": weight_decay}
+        super().__init__([first, *(self._adamw.param_groups if self._adamw else [])], {"lr": lr})
         self._share()
 
     def _share(self) -> None:
-        """The two inner optimizers use this one's groups and state, so that a scheduler or a resume reaches both."""
-        split = len(self._muon.param_groups)
-        self._muon.param_groups, self._muon.state = self.param_groups[:split], self.state
+        """AdamW uses this one's groups and state, so that a scheduler or a resume reaches both."""
         if self._adamw is not None:
-            self._adamw.param_groups, self._adamw.state = self.param_groups[split:], self.state
+            self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._share()
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise NotImplementedError("a closure is not supported")
-        self._muon.step()
+        first = self.param_groups[0]
+        matrices = [p for p in first["params"] if p.grad is not None]
+        for p, update in zip(matrices, self._updates(matrices), strict=True):
+            p.mul_(1 - first["lr"] * first["weight_decay"])
+            p.add_(like(update.to(p.dtype), p), alpha=-first["lr"] * ADAMW_SIZE * math.sqrt(max(p.shape)))
         if self._adamw is not None:
             self._adamw.step()
+
+    def _updates(self, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Every matrix's update, whole. All ranks must ask."""
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        owners = share_out([tuple(p.shape) for p in matrices], ranks)
+        # collected before anything is computed, since a rank would wait for the others' results in between
+        directions = [whole(self._momentum(p)) for p in matrices] if ranks > 1 else map(self._momentum, matrices)
+        updates = [
+            orthogonal(x) if owner == rank else torch.empty(x.shape, dtype=iterated_in(x.device), device=x.device)
+            for x, owner in zip(directions, owners, strict=True)
+        ]
+        if ranks > 1:
+            sent = [dist.broadcast(x, owner, async_op=True) for x, owner in zip(updates, owners, strict=True)]
+            for work in sent:
+                if work is not None:
+                    work.wait()
+        return updates
+
+    def _momentum(self, p: torch.Tensor) -> torch.Tensor:
+        grad, state = p.grad, self.state[p]
+        assert grad is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        buffer: torch.Tensor = state["momentum_buffer"]
+        buffer.lerp_(grad, 1 - MOMENTUM)
+        return grad.lerp(buffer, MOMENTUM)
+
+
+def orthogonal(x: torch.Tensor) -> torch.Tensor:
+    """x [m, n] = U S V -> about U V, of the same shape, by Newton and Schulz's iteration with Muon's coefficients.
+
+    Singular values end between 0.7 and 1.2. The products are with the Gram matrix of the smaller side.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = x.to(iterated_in(x.device))
+    if x.shape[0] > x.shape[1]:
+        wide = wide.t()
+    wide = (wide / wide.norm().clamp(min=1e-7)).contiguous()
+    for _ in range(ITERATIONS):
+        gram = wide @ wide.t()
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide.t() if x.shape[0] > x.shape[1] else wide).contiguous()
+
+
+def iterated_in(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def share_out(shapes: list[tuple[int, ...]], ranks: int) -> list[int]:
+    """The rank that makes each matrix's update: the costliest first, each to the rank with the least to do."""
+    costs = [min(shape) ** 2 * max(shape) for shape in shapes]
+    load, owners = [0] * ranks, [0] * len(shapes)
+    for i in sorted(range(len(shapes)), key=lambda i: -costs[i]):
+        owners[i] = load.index(min(load))
+        load[owners[i]] += costs[i]
+    return owners
 
 
 def lr_factor(part: TrainPart, total: int) -> Callable[[int], float]:
