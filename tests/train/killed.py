@@ -21,7 +21,7 @@ from eyas.train.trainer import train
 from .tiny_run import tiny_recipe, tiny_target
 
 SETTINGS: dict[str, Any] = {"epochs": 4, "noise": 0.05, "save_every": 3, "preset": "eagle3.1"}
-OFTEN = {**SETTINGS, "epochs": 16, "accumulate": 2}
+OFTEN = {**SETTINGS, "epochs": 12, "accumulate": 2}
 KILLS = 10
 WHERE = ("log", "seal", "rename")
 

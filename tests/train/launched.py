@@ -12,7 +12,7 @@ from eyas.train.launch import train_in_ranks
 
 from .tiny_run import tiny_recipe, tiny_target
 
-SETTINGS: dict[str, Any] = {"epochs": 20, "tokens_per_batch": 32, "save_every": 999, "eval_every": 999}
+SETTINGS: dict[str, Any] = {"epochs": 12, "tokens_per_batch": 32, "save_every": 999, "eval_every": 999}
 
 
 def main() -> int:

@@ -94,7 +94,8 @@ def resumable(train_dir: Path, made_of: dict[str, str]) -> Checkpoint | None:
     if changed:
         raise InputError(
             f"{newest.path} was trained with other inputs: {', '.join(changed)} changed",
-            fix=f"restore them to continue, or delete {train_dir} to train from the start",
+            fix=f"restore them to continue (--nproc sets the number of ranks), or delete {train_dir} to train from the "
+            "start",
         )
     return newest
 

@@ -59,7 +59,7 @@ def train_in_ranks(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Pr
     log = run.logs / "train.log"
     try:
         progress.say(f"train: {ranks} ranks, output in {log}")
-        with ctrl_c() as asked, _torchrun(files, ranks, log) as process:
+        with ctrl_c(progress.say) as asked, _torchrun(files, ranks, log) as process:
             _follow(process, files, progress, asked.is_set)
         return _result(files, log, process.returncode)
     finally:

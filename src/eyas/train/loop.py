@@ -133,6 +133,7 @@ class DrafterTrainer(Trainer):
         self.last_evaluation: dict[str, Any] | None = None
         self._step: StepBatches | None = None
         self._counts: StepCounts | None = None
+        self._asked_to_stop = torch.zeros(())
         self._began = time.monotonic()
         super().__init__(model=model, args=args, callbacks=[Rhythm(self)])
         self.remove_callback(PrinterCallback)
@@ -199,11 +200,12 @@ class DrafterTrainer(Trainer):
     def _denominators(self, labels: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks at each TTT step over the number of ranks, so that DDP's mean is the global batch's loss.
 
-        The ranks also agree here whether this is the last step.
+        The ranks also tell each other whether this is to be the last step; `_clip_grad_norm` reads it, where the host
+        waits for the device anyway.
         """
-        stop = torch.tensor([float(self.interrupted())], device=labels.device)
+        stop = torch.full((1,), float(self.interrupted()), device=labels.device)
         shared = self._sum(torch.cat([labels, stop]))
-        self.stopped_early = bool(shared[-1] > 0)
+        self._asked_to_stop = shared[-1]
         return shared[:-1] / self.args.world_size
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +221,9 @@ class DrafterTrainer(Trainer):
         named = [(n, p) for n, p in self.drafter.named_parameters() if p.grad is not None]
         norm = whole(torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None]))
         finite = torch.isfinite(norm) & torch.isfinite(self._counts.loss).all()
-        if not bool(finite):
+        good, stop = torch.stack([finite.float(), self._asked_to_stop]).tolist()
+        self.stopped_early = stop > 0
+        if not good:
             self._refuse_step(named, self._step)
         torch.nn.utils.clip_grads_with_norm_([p for _, p in named], self.part.clip, norm)
         return norm

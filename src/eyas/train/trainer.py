@@ -95,7 +95,7 @@ def train(
 
     batches = Batches(read_from, total, part.accumulate)
     batches.start = start
-    with progress.task("train", total=total, unit="steps", done=start) as task, ctrl_c() as asked:
+    with progress.task("train", total=total, unit="steps", done=start) as task, ctrl_c(progress.say) as asked:
         trainer = DrafterTrainer(
             model,
             training_arguments(part, run.train, total, device),
