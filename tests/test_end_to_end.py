@@ -40,8 +40,9 @@ def test_smoke_run_of_every_stage(tmp_path: Path, smollm2: Path) -> None:
         time.sleep(0.2)
     assert servers_of("vllm.entrypoints")
     first.send_signal(signal.SIGINT)
-    _, err = first.communicate(timeout=90)
+    out, err = first.communicate(timeout=90)
     assert first.returncode == 130, err
+    assert json.loads(out)["error"]["message"] == "interrupted"
     assert "the same command continues" in err
     assert not servers_of("vllm.entrypoints")
     assert json.loads((run_dir / "run.json").read_text())["stages"]["prepare"]["status"] == "done"
@@ -51,6 +52,7 @@ def test_smoke_run_of_every_stage(tmp_path: Path, smollm2: Path) -> None:
     assert second.returncode == 0, second.stderr
     assert "prepare: unchanged, skipped" in second.stderr
     result = json.loads(second.stdout)
+    assert result["ok"] is True
     verified = json.loads((run_dir / "verify.json").read_text())
     assert result["verify"] == verified
     assert verified["lossless"] is True
@@ -59,10 +61,13 @@ def test_smoke_run_of_every_stage(tmp_path: Path, smollm2: Path) -> None:
     for group in ("seen", "held_out"):
         found = verified[group]
         assert found["drafts"] > 0
+        assert found["tokens_per_s"] > 0
         assert len(found["acceptance_rate_per_position"]) == 3
         assert found["acceptance_length"] == pytest.approx(1 + sum(found["acceptance_rate_per_position"]), abs=1e-6)
         assert abs(found["acceptance_length"] - found["predicted_acceptance_length"]) <= 0.05
     assert verified["seen"]["acceptance_length"] > 1.5
+    rates = json.loads((run_dir / "baseline.json").read_text())["rates"]
+    assert {name: len(rate["ids"]) for name, rate in rates.items()} == {"seen": 8, "held_out": 2}
     assert all(p["ok"] for p in json.loads((run_dir / "proofs.json").read_text()))
     assert (run_dir / "report.html").stat().st_size > 10_000
     assert (run_dir / "drafter/vllm/model.safetensors").exists()

@@ -16,7 +16,7 @@ from eyas.engine.spec_counters import SpecCounters
 from eyas.errors import EngineError, InputError, ProofError
 from eyas.export.reference import ReferenceDrafter
 from eyas.export.vllm import export_vllm
-from eyas.files import read_json
+from eyas.files import read_json, write_json
 from eyas.progress import Progress
 from eyas.prove import served, verify
 from eyas.prove.acceptance import predict_acceptance
@@ -195,6 +195,20 @@ def test_a_rate_under_other_settings_is_not_compared(run: RunDir) -> None:
     assert found["seen"]["baseline_tokens_per_s"] is None
     assert found["seen"]["timed_prompts"] == 2
     assert found["seen"]["tokens_per_s"] > 0
+
+
+def test_a_rate_that_cannot_be_is_left_out(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tiny.target_info(run.root)
+    measure_baseline(timing(run, 1), target, run, PlainEngine(run), Progress(quiet=True))  # type: ignore[arg-type]
+    found = read_json(run.baseline_json)
+    found["rates"]["seen"]["seconds"] = 1e6  # as on a busy machine
+    write_json(run.baseline_json, found)
+    verify.verify(timing(run, 1), target, run, Progress())
+    found = read_json(run.verify_json)
+    assert found["seen"]["baseline_tokens_per_s"] is None
+    assert found["held_out"]["baseline_tokens_per_s"] > 0
+    assert "seen: with the drafter" in found["baseline_source"]
+    assert "left out: seen: with the drafter" in capsys.readouterr().err
 
 
 def test_a_rate_that_cannot_be_measured_ends_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

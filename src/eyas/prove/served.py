@@ -36,6 +36,8 @@ class Served:
     tokens: int
     rate: Rate
     """of the timed answers, which are asked first and alone"""
+    timed: SpecCounters
+    """of the timed answers"""
 
 
 def serve(
@@ -73,12 +75,15 @@ def serve(
             found, rate = ask_timed(
                 engine, recipe, [a for a in answers if a.id in timed[group]], progress, f"{what}, timed"
             )
+            counted = _standing_counters(engine)
             if rest := [a for a in answers if a.id not in timed[group]]:
                 found += ask(engine, recipe, rest, progress, what)
             outputs = {c.id: c.output_ids for c in found}
             total = sum(len(ids) for ids in outputs.values())
             logprobs = {c.id: c.output_logprobs for c in found}
-            served[group] = Served(outputs, logprobs, _standing_counters(engine) - before, total, rate)
+            served[group] = Served(
+                outputs, logprobs, _standing_counters(engine) - before, total, rate, counted - before
+            )
     return served
 
 
