@@ -20,7 +20,7 @@ from eyas.draft.sizes import aux_layers
 from eyas.errors import EyasError, InputError
 from eyas.files import fingerprint, read_json, write_json, write_text
 from eyas.progress import Progress
-from eyas.recipe import Recipe, dump_recipe
+from eyas.recipe import FREE_TRAIN_SETTINGS, Recipe, dump_recipe
 from eyas.report.html import write_report
 from eyas.report.machine import this_machine
 from eyas.report.plan_problems import device_shortage
@@ -332,7 +332,7 @@ STAGES = (
     ),
     Stage(
         "train",
-        lambda r: [_dump(r.recipe.draft), _dump(r.recipe.train)],
+        lambda r: [_dump(r.recipe.draft), _dump(r.recipe.train, *FREE_TRAIN_SETTINGS)],
         _train,
         lambda d: [d.train],
         lambda d: [d.train / "final" / "model.safetensors"],

@@ -172,6 +172,9 @@ class TrainPart(Part):
     seed: int = 0
 
 
+FREE_TRAIN_SETTINGS = ("keep", "save_every", "eval_every")
+"""they do not touch the weights: a run that continues may change them"""
+
 ExportFormat = Literal["vllm", "speculators", "sglang"]
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from eyas.errors import ProofError
 from eyas.progress import Progress
 from eyas.rundir import RunDir
 from eyas.train import checkpoints, loop
@@ -59,7 +61,25 @@ def main() -> None:
         sharded = {isinstance(p, DTensor) for p in drafter.parameters() if p.requires_grad}
         assert sharded == {"sharding" in settings}
         save_file(checkpoints.trained_weights(drafter), root / f"rank{rank}.safetensors")
+    root = base.parent / "broken"
+    if rank == "0":
+        shutil.copytree(base, root)
+        _break(root / "states" / "part-0.safetensors")
+    dist.barrier()
+    try:
+        train(tiny_recipe(root, **SETTINGS), tiny_target(base / "target" / rank), RunDir(root), Progress(quiet=True))
+    except ProofError as e:
+        (root / f"error{rank}").write_text(e.message)
     dist.destroy_process_group()
+
+
+def _break(shard: Path) -> None:
+    """A value of the first sample is not finite."""
+    with safe_open(shard, "pt") as f:
+        about = f.metadata()
+    tensors = load_file(shard)
+    tensors["states"][3, 0, 3] = float("nan")
+    save_file(tensors, shard, about)
 
 
 def _begun(finished: Path, train_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -111,3 +112,9 @@ def test_sharded_training_resumes_bit_for_bit(root: Path) -> None:
     assert without_time(entries(root / "resumed")) == without_time(entries(root / "fsdp"))
     ours, theirs = (load_file(root / n / "train" / "final" / "model.safetensors") for n in ("resumed", "fsdp"))
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_step_that_is_not_finite_is_refused_by_all_ranks_in_the_same_words(root: Path) -> None:
+    ours, theirs = ((root / "broken" / f"error{rank}").read_text() for rank in range(2))
+    assert ours == theirs
+    assert re.search(r"not finite; .*samples .*part-0-0/0", ours)

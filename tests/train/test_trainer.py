@@ -17,6 +17,7 @@ from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
 from eyas.draft.vocab import build_vocab
 from eyas.errors import InputError, ProofError
+from eyas.pipeline import STAGES, Run
 from eyas.progress import Progress
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo
@@ -240,6 +241,16 @@ def test_norms_that_never_move_are_found(fresh):
 def test_retention_settings_may_change(fresh):
     go(fresh, epochs=1)
     go(fresh, epochs=1, keep=1, save_every=2)
+
+
+def test_the_stage_is_not_stale_for_them_either(fresh):
+    run, target = fresh
+    stage = next(s for s in STAGES if s.name == "train")
+    usual, kept, other = (
+        stage.made_from(Run(tiny_recipe(run.root, **settings), target, run, Progress(quiet=True)))
+        for settings in ({}, {"keep": 7, "save_every": 3, "eval_every": 2}, {"lr": 1e-2})
+    )
+    assert usual == kept != other
 
 
 def test_a_step_that_is_not_finite_stops_before_the_optimizer(fresh):

@@ -19,7 +19,7 @@ from eyas.draft.vocab import Vocab, load_vocab
 from eyas.errors import InputError, ProofError
 from eyas.files import fingerprint
 from eyas.progress import Progress
-from eyas.recipe import Recipe
+from eyas.recipe import FREE_TRAIN_SETTINGS, Recipe
 from eyas.rundir import Proof, RunDir
 from eyas.states.store import HarvestStore, SampleRef
 from eyas.target.info import TargetInfo
@@ -30,9 +30,6 @@ from eyas.train.loop import Batches, DrafterTrainer, Log, in_bfloat16, training_
 from eyas.train.memory import Load, check_memory
 from eyas.train.packing import check_budget, make_schedule, pack, rows_of, trainable
 from eyas.train.sharding import whole
-
-FREE_SETTINGS = {"keep", "save_every", "eval_every"}
-"""train settings that a resumed run may change: they do not touch the weights"""
 
 
 def train(
@@ -181,7 +178,7 @@ def _made_of(recipe: Recipe, target: TargetInfo, vocab: Vocab, refs: Sequence[Sa
         "data": digest.hexdigest()[:16],
         "vocabulary": vocab.fingerprint,
         "draft settings": fingerprint(recipe.draft.model_dump(mode="json", by_alias=True)),
-        "train settings": fingerprint({k: v for k, v in settings.items() if k not in FREE_SETTINGS}),
+        "train settings": fingerprint({k: v for k, v in settings.items() if k not in FREE_TRAIN_SETTINGS}),
         "number of ranks": str(world),
     }
 
