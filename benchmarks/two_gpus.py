@@ -174,6 +174,7 @@ def measure(way: Way, shape: Shape, args: argparse.Namespace) -> Measured:
     part = TrainPart(
         ttt_steps=args.ttt,
         tokens_per_batch=shape.tokens,
+        optimizer=args.optimizer,
         accumulate=way.accumulate,
         sharding=way.sharding,
         schedule="constant",
@@ -285,7 +286,7 @@ def write(args: argparse.Namespace, shape: Shape, measured: dict[str, Measured],
         "command": " ".join(
             ["python -m torch.distributed.run --nproc-per-node 2 benchmarks/two_gpus.py", *sys.argv[1:]]
         ),
-        "shape": {**asdict(shape), "ttt_steps": args.ttt, "compute": args.compute},
+        "shape": {**asdict(shape), "ttt_steps": args.ttt, "compute": args.compute, "optimizer": args.optimizer},
         "measurements": {name: asdict(m) for name, m in measured.items()},
         "ratios": found,
     }
@@ -302,6 +303,7 @@ def main() -> None:
     parser.add_argument("--compared", type=int, default=8, help="steps whose losses are compared; not timed")
     parser.add_argument("--timed", type=int, default=20, help="steps after those")
     parser.add_argument("--compute", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     parser.add_argument("--limit", type=float, default=190, help="seconds after which everything is given up")
     parser.add_argument("--commit", help="what the results name where git does not know it")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the JSON file")

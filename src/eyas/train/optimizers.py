@@ -1,7 +1,7 @@
 """The optimizer and the learning-rate schedule: AdamW, or Muon for the matrices with AdamW for the rest."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -80,22 +80,26 @@ class MuonAdamW(torch.optim.Optimizer):
         if self._adamw is not None:
             self._adamw.step()
 
-    def _updates(self, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _updates(self, matrices: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Every matrix's update, whole. All ranks must ask."""
-        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        owners = share_out([tuple(p.shape) for p in matrices], ranks)
-        # collected before anything is computed, since a rank would wait for the others' results in between
-        directions = [whole(self._momentum(p)) for p in matrices] if ranks > 1 else map(self._momentum, matrices)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            yield from (orthogonal(self._momentum(p)) for p in matrices)
+            return
+        rank, owners = dist.get_rank(), share_out([tuple(p.shape) for p in matrices], dist.get_world_size())
+        directions: list[torch.Tensor | None] = []
+        for p, owner in zip(matrices, owners, strict=True):  # before any update is made: else ranks wait in between
+            direction = whole(self._momentum(p))
+            directions.append(direction if owner == rank else None)
         updates = [
-            orthogonal(x) if owner == rank else torch.empty(x.shape, dtype=iterated_in(x.device), device=x.device)
-            for x, owner in zip(directions, owners, strict=True)
+            torch.empty(p.shape, dtype=iterated_in(p.device), device=p.device) if x is None else orthogonal(x)
+            for p, x in zip(matrices, directions, strict=True)
         ]
-        if ranks > 1:
-            sent = [dist.broadcast(x, owner, async_op=True) for x, owner in zip(updates, owners, strict=True)]
-            for work in sent:
-                if work is not None:
-                    work.wait()
-        return updates
+        del directions
+        sent = [dist.broadcast(x, owner, async_op=True) for x, owner in zip(updates, owners, strict=True)]
+        for update, work in zip(updates, sent, strict=True):
+            if work is not None:
+                work.wait()
+            yield update
 
     def _momentum(self, p: torch.Tensor) -> torch.Tensor:
         grad, state = p.grad, self.state[p]
