@@ -39,8 +39,8 @@ from eyas.draft.model import Eagle3Drafter
 from eyas.progress import Progress
 from eyas.recipe import TrainPart
 from eyas.states.store import Sample
-from eyas.train.data import Layout, Loaded, collate
-from eyas.train.loop import Batches, DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
+from eyas.train.data import Batches, Layout, Loaded, collate
+from eyas.train.loop import DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
 from eyas.train.packing import Schedule, share_out
 
 RESULTS = Path(__file__).resolve().parent / "results"

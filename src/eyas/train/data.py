@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from eyas.draft.model import StepCounts
 from eyas.draft.rows import DraftBatch, plan_steps
 from eyas.errors import EyasError, InputError
 from eyas.states.store import Sample, SampleRef
@@ -195,3 +196,54 @@ class Reader:
             waiting = copied
         if waiting is not None:
             yield waiting
+
+
+Readers = Callable[[int], Reader]
+"""first optimizer step -> the batches of this rank from there on"""
+
+
+class Batches:
+    """The train loader that Trainer sees: all steps of the run, the finished ones skipped without being read."""
+
+    def __init__(self, readers: Readers, total: int, accumulate: int = 1) -> None:
+        self._readers, self._total = readers, total * accumulate
+        self.start = 0
+        self._reader: Reader | None = None
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __iter__(self) -> Iterator[dict[str, Loaded]]:
+        self._reader = self._readers(self.start)
+        for loaded in self._reader:
+            yield {"loaded": loaded}
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+
+class StepBatches:
+    """This rank's batches of one optimizer step, and the sums over those that were computed."""
+
+    def __init__(self, loaded: list[Loaded]) -> None:
+        self.loaded, self.done = loaded, 0
+        self.counts = torch.zeros(5, loaded[0].batch.plan.counts.numel(), device=loaded[0].batch.input_ids.device)
+
+    def add(self, counts: StepCounts) -> None:
+        self.counts += counts.stack()
+        self.done += 1
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """[T]: rows with a loss"""
+        return torch.stack([x.batch.plan.counts for x in self.loaded]).sum(0)
+
+    @property
+    def ids(self) -> list[str]:
+        return [i for x in self.loaded for i in x.ids]
+
+    @property
+    def sizes(self) -> list[int]:
+        """rows that are no padding, supervised label rows"""
+        return [sum(x.batch.tokens for x in self.loaded), sum(x.batch.supervised for x in self.loaded)]

@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +21,10 @@ from eyas.files import write_text
 from eyas.progress import Task
 from eyas.recipe import TrainPart
 from eyas.train import checkpoints
-from eyas.train.data import Loaded, Reader
+from eyas.train.data import Batches, Reader, StepBatches
 from eyas.train.optimizers import build_optimizer, lr_factor
 from eyas.train.packing import Schedule
 from eyas.train.sharding import Sharded, mine, release, shard, whole
-
-Readers = Callable[[int], Reader]
-"""first optimizer step -> the batches of this rank from there on"""
-
-
-class Batches:
-    """The train loader that Trainer sees: all steps of the run, the finished ones skipped without being read."""
-
-    def __init__(self, readers: Readers, total: int, accumulate: int = 1) -> None:
-        self._readers, self._total = readers, total * accumulate
-        self.start = 0
-        self._reader: Reader | None = None
-
-    def __len__(self) -> int:
-        return self._total
-
-    def __iter__(self) -> Iterator[dict[str, Loaded]]:
-        self._reader = self._readers(self.start)
-        for loaded in self._reader:
-            yield {"loaded": loaded}
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
 
 
 class Log:
@@ -79,32 +55,6 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # a line cut by a kill
-
-
-class StepBatches:
-    """This rank's batches of one optimizer step, and the sums over those that were computed."""
-
-    def __init__(self, loaded: list[Loaded]) -> None:
-        self.loaded, self.done = loaded, 0
-        self.counts = torch.zeros(5, loaded[0].batch.plan.counts.numel(), device=loaded[0].batch.input_ids.device)
-
-    def add(self, counts: StepCounts) -> None:
-        self.counts += counts.stack()
-        self.done += 1
-
-    @property
-    def labels(self) -> torch.Tensor:
-        """[T]: rows with a loss"""
-        return torch.stack([x.batch.plan.counts for x in self.loaded]).sum(0)
-
-    @property
-    def ids(self) -> list[str]:
-        return [i for x in self.loaded for i in x.ids]
-
-    @property
-    def sizes(self) -> list[int]:
-        """rows that are no padding, supervised label rows"""
-        return [sum(x.batch.tokens for x in self.loaded), sum(x.batch.supervised for x in self.loaded)]
 
 
 class DrafterTrainer(Trainer):
@@ -243,10 +193,10 @@ class DrafterTrainer(Trainer):
             fix="lower train.lr or train.clip, or look at these samples' states; the last checkpoint is still good",
         )
 
-    def _gathered(self, mine: tuple[bool, list[str]]) -> list[tuple[bool, list[str]]]:
-        every = [mine] * self.args.world_size
+    def _gathered(self, own: tuple[bool, list[str]]) -> list[tuple[bool, list[str]]]:
+        every = [own] * self.args.world_size
         if self.args.world_size > 1:
-            dist.all_gather_object(every, mine)
+            dist.all_gather_object(every, own)
         return every
 
     # what is logged

@@ -24,9 +24,9 @@ from eyas.rundir import Proof, RunDir
 from eyas.states.store import HarvestStore, SampleRef
 from eyas.target.info import TargetInfo
 from eyas.train import checkpoints
-from eyas.train.data import AHEAD, Layout, Reader, layout
+from eyas.train.data import AHEAD, Batches, Layout, Reader, layout
 from eyas.train.interrupt import ctrl_c
-from eyas.train.loop import Batches, DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
+from eyas.train.loop import DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
 from eyas.train.memory import Load, check_memory
 from eyas.train.packing import check_budget, make_schedule, pack, rows_of, trainable
 from eyas.train.sharding import whole
