@@ -190,6 +190,24 @@ def test_ctrl_c_saves_and_the_same_command_continues(fresh, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_in_the_last_step_is_not_forgotten(fresh, monkeypatch):
+    run, _ = fresh
+    add = loop.Log.add
+
+    def interrupting(self: loop.Log, entry: dict[str, Any]) -> None:
+        add(self, entry)
+        if entry["step"] == 12 and entry["kind"] == "step":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop.Log, "add", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        go(fresh)
+    monkeypatch.setattr(loop.Log, "add", add)
+    assert (run.train / "final").exists()
+    go(fresh)
+    assert [e["step"] for e in entries(run)] == list(range(1, 13))
+
+
 @pytest.mark.parametrize("change", ["vocabulary", "data", "train settings", "draft settings", "target"])
 def test_a_resume_with_other_inputs_is_refused(fresh, change):
     run, target = fresh

@@ -117,6 +117,8 @@ def train(
         names = [n for n, p in model.named_parameters() if p.requires_grad]
         _prove(run, {n: weights[n] for n in names}, first_norms)
         write_final(weights, config, vocab, run.train / "final")
+    if trainer.interrupted():  # after the last step: everything is kept, but the wish to stop holds
+        raise KeyboardInterrupt
     return _counts(trainer, schedule.tokens, len(seen), len(held_out), vocab)
 
 
