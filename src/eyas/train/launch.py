@@ -61,7 +61,10 @@ def train_in_ranks(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Pr
         progress.say(f"train: {ranks} ranks, output in {log}")
         with ctrl_c(progress.say) as asked, _torchrun(files, ranks, log) as process:
             _follow(process, files, progress, asked.is_set)
-        return _result(files, log, process.returncode)
+        counts = _result(files, log, process.returncode)
+        if asked.is_set():  # after the last step: everything is kept, but the wish to stop holds
+            raise KeyboardInterrupt
+        return counts
     finally:
         shutil.rmtree(files.root, ignore_errors=True)
 
