@@ -159,7 +159,7 @@ def _run_one(run: Run, stage: Stage, made_of: str) -> None:
     finally:
         record.finished = datetime.now(UTC).isoformat(timespec="seconds")
         run.dir.write_record(stage.name, record)
-    sessions = f" ({record.seconds - earlier:,.1f} s of them now)" if earlier >= 1 else ""
+    sessions = f" ({record.seconds - earlier:,.1f} s of them now)" if earlier >= 0.1 else ""
     run.progress.say(f"{stage.name}: done in {record.seconds:,.1f} s{sessions}  {_counts_line(record.counts)}")
 
 

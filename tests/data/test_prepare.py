@@ -100,6 +100,12 @@ def test_asked_keeps_turns_and_drops_answers() -> None:
     assert asked(read_row(other))[0].id == found.id, "another answer in the file is the same prompt"
 
 
+def test_turns_are_asked_one_after_the_other() -> None:
+    found, turns, note = asked(read_row({"turns": ["a", "b"]}))
+    assert [(m["role"], m["content"]) for m in found.messages] == [(U, "a"), (U, "b")]
+    assert (turns, note) == (2, None)
+
+
 ROWS = [{"prompt": f"q{i}\nnext line, “quoted”", "response": f"a{i}"} for i in range(5)]
 
 

@@ -72,8 +72,9 @@ def read_row(row: Any) -> Conversation:
 def asked(conversation: Conversation) -> tuple[Conversation, int, str | None]:
     """What a regenerated conversation keeps of the file's: everything but the answers.
 
-    Consecutive user messages become one. Tool results belong to the file's own calls, so the conversation ends with
-    the user turn before the first of them. Returns the conversation, its user turns, and a note if it was cut.
+    Consecutive user messages become one, but not those of `turns`: these are questions one after the other. Tool
+    results belong to the file's own calls, so the conversation ends with the user turn before the first of them.
+    Returns the conversation, its user turns, and a note if it was cut.
     """
     kept: list[Message] = []
     note, previous = None, ""
@@ -82,7 +83,7 @@ def asked(conversation: Conversation) -> tuple[Conversation, int, str | None]:
         if role == "tool":
             note = "cut before tool results"
             break
-        if role == "user" and previous == "user":
+        if role == "user" and previous == "user" and conversation.shape != "turns":
             kept[-1] = {**kept[-1], "content": f"{kept[-1]['content']}\n\n{message['content']}"}
         elif role != "assistant":
             kept.append(message)
