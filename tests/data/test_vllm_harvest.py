@@ -61,7 +61,6 @@ def samples(run: RunDir) -> list[dict[str, Any]]:
 
 
 @pytest.mark.engine
-@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_the_server_is_killed_and_the_rerun_does_the_rest(tmp_path: Path, smollm2: Path) -> None:
     questions = [

@@ -158,7 +158,6 @@ async def cut_off(url: str, key: str, prompts: list[list[int]]) -> int:
     return cut
 
 
-@pytest.mark.heavy
 def test_everything_at_once_equals_one_at_a_time(vllm: VllmEngine, hf: HfEngine) -> None:
     """64 in flight, a KV cache for ten of them, steps of 96 tokens, shared prefixes, aborts: every sample is right."""
     assert vllm.server is not None
@@ -202,7 +201,6 @@ def shard_of(told: dict[str, Any]) -> Shard:
     return Shard(path)
 
 
-@pytest.mark.heavy
 def test_a_stop_string_leaves_no_states_and_a_stop_token_id_leaves_all(vllm: VllmEngine, hf: HfEngine) -> None:
     (greedy,) = vllm.generate([Request("a", [50, 60, 70], 12)], GREEDY)
     text = post(vllm, prompt=[50, 60, 70], max_tokens=12, temperature=0.0)["choices"][0]["text"]
@@ -220,7 +218,6 @@ def test_a_stop_string_leaves_no_states_and_a_stop_token_id_leaves_all(vllm: Vll
     assert ((sample.states - states).norm(dim=-1) / states.norm(dim=-1)).max() < 1e-4
 
 
-@pytest.mark.heavy
 def test_several_answers_to_one_prompt_give_the_states_of_one_whole_answer(vllm: VllmEngine, hf: HfEngine) -> None:
     reply = post(vllm, prompt=[50, 60, 70], max_tokens=9, temperature=1.0, seed=3, n=3)
     told = reply["kv_transfer_params"]["capture"]
