@@ -24,7 +24,7 @@ COMMANDS = (
     "plan",
     "doctor",
     "report",
-    "show samples",
+    "show",
 )
 
 

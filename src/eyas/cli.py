@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -222,13 +223,16 @@ def doctor(
             raise typer.Exit(EyasError.exit_code)
 
 
-show_app = typer.Typer(help="Look into a run directory.", no_args_is_help=True)
-app.add_typer(show_app, name="show")
+class Shown(StrEnum):
+    """What `eyas show` can show."""
+
+    samples = "samples"
 
 
-@show_app.command("samples", epilog="Example:  `eyas show samples runs/demo --limit 2`")
-def show_samples_command(
+@app.command(epilog="Examples:  `eyas show runs/demo samples`  ·  `eyas show runs/demo samples --id 3f0c…/0`")
+def show(
     run_dir: Annotated[Path, typer.Argument(help="A run directory with harvested samples.", show_default=False)],
+    what: Annotated[Shown, typer.Argument(help="What of it.", show_default=False)],
     id_: Annotated[str | None, typer.Option("--id", help="One sample's id.")] = None,
     limit: Annotated[int, typer.Option(help="At most this many samples.")] = 3,
 ) -> None:
