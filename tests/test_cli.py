@@ -69,7 +69,6 @@ def test_missing_recipe_is_exit_code_2_also_as_json() -> None:
         ("run r.yaml --limit x", "--limit"),
         ("rum r.yaml", "No such command 'rum'"),
         ("--what", "No such option: --what"),
-        ("show runs sampels", "'sampels' is not one of 'samples'"),
         ("report r", "No such option: --json"),
     ],
 )
