@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ from eyas.train.data import Batches, Layout, Loaded, collate
 from eyas.train.loop import DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
 from eyas.train.packing import Schedule, share_out
 
+STARTED = time.monotonic()
 RESULTS = Path(__file__).resolve().parent / "results"
 OF_TORCHRUN = re.compile("RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|ROLE_|TORCHELASTIC_")
 
@@ -213,6 +215,10 @@ def measure(way: Way, shape: Shape, args: argparse.Namespace) -> Measured:
         return Measured([], 0.0, 0.0, None)
     entries = [json.loads(line) for line in lines]
     seconds = entries[-1]["seconds"] - entries[args.compared - 1]["seconds"]
+    print(
+        f"{way.name}: {time.monotonic() - STARTED:.0f} s after the start, {1e3 * seconds / args.timed:.0f} ms a step",
+        flush=True,
+    )
     tokens = sum(e["tokens"] for e in entries[args.compared :])
     return Measured([e["loss"] for e in entries[: args.compared]], tokens / seconds, seconds / args.timed, peak)
 
@@ -301,10 +307,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a toy shape")
     parser.add_argument("--ttt", type=int, default=3)
     parser.add_argument("--compared", type=int, default=8, help="steps whose losses are compared; not timed")
-    parser.add_argument("--timed", type=int, default=20, help="steps after those")
+    parser.add_argument("--timed", type=int, default=12, help="steps after those")
     parser.add_argument("--compute", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
-    parser.add_argument("--limit", type=float, default=190, help="seconds after which everything is given up")
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which everything is given up")
     parser.add_argument("--commit", help="what the results name where git does not know it")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the JSON file")
     parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
