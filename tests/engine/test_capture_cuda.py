@@ -116,7 +116,9 @@ def test_steps_of_256_rows_reach_shards_without_slowing_the_device(
             tap.tokens[:requests] = i + 7
             if capture:
                 copied = ring.take(requests, slots + i)
-                scheduled = [Scheduled(f"r{j}", i, 1, 0, (j,)) for j in range(requests)]
+                scheduled = Scheduled()
+                for j in range(requests):
+                    scheduled.add(f"r{j}", i, 1, 0, [j])
                 filer.step(scheduled, None, 64, copied)
             torch.cuda.current_stream().synchronize()
         return time.perf_counter() - start

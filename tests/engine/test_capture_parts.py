@@ -26,6 +26,13 @@ def three(*numbers: int) -> list[np.ndarray]:
     return [np.array([x]) for x in numbers]
 
 
+def scheduled(*parts: tuple[str, int, int, int, list[int]]) -> Scheduled:
+    found = Scheduled()
+    for part in parts:
+        found.add(*part)
+    return found
+
+
 def no_bad(n: int) -> np.ndarray:
     return np.zeros(n, dtype=bool)
 
@@ -114,9 +121,9 @@ def test_arena_full_is_an_error_that_says_what_to_do_and_dropping_makes_room() -
 
 
 def test_rows_by_name_trust_the_models_positions_over_the_schedulers() -> None:
-    scheduled = [Scheduled("a", 10, 2, 0, ()), Scheduled("c", 0, 3, 0, ())]
+    parts = scheduled(("a", 10, 2, 0, []), ("c", 0, 3, 0, []))
     positions = np.array([8, 9, 100, -1, -1, -1])
-    row, owner, position = rows_by_name(scheduled, {"a": 0, "b": 2, "c": 3}, positions)
+    row, owner, position = rows_by_name(parts, {"a": 0, "b": 2, "c": 3}, positions)
     assert row.tolist() == [0, 1, 3, 4, 5]
     assert owner.tolist() == [0, 0, 1, 1, 1]
     assert position.tolist() == [8, 9, 0, 1, 2]
@@ -124,9 +131,9 @@ def test_rows_by_name_trust_the_models_positions_over_the_schedulers() -> None:
 
 def test_rows_by_slot_find_requests_by_their_blocks() -> None:
     # block size 4; a: positions 3, 4 in blocks 7, 2; b (not captured) in block 5; c: positions 8.. in block 1
-    scheduled = [Scheduled("a", 3, 2, 0, (7, 2)), Scheduled("c", 8, 2, 2, (1,))]
+    parts = scheduled(("a", 3, 2, 0, [7, 2]), ("c", 8, 2, 2, [1]))
     slots = np.array([7 * 4 + 3, 2 * 4 + 0, 5 * 4 + 1, 1 * 4 + 0, 1 * 4 + 1, -1])
-    row, owner, position = rows_by_slot(scheduled, slots, 4)
+    row, owner, position = rows_by_slot(parts, slots, 4)
     assert row.tolist() == [0, 1, 3, 4]
     assert owner.tolist() == [0, 0, 1, 1]
     assert position.tolist() == [3, 4, 8, 9]
@@ -147,8 +154,7 @@ def test_filer_writes_shards_that_shard_reads_with_bad_and_missing_rows_counted(
     tap = FakeTap(rows.clone())
     copied = HostCopy(tap).take(9, None)  # type: ignore[arg-type]
     tap.rows.zero_()  # the next step overwrites the buffer
-    scheduled = [Scheduled("a", 0, 5, 0, ()), Scheduled("b", 0, 3, 0, ())]
-    filer.step(scheduled, {"x": 0, "a": 1, "b": 6}, 16, copied)
+    filer.step(scheduled(("a", 0, 5, 0, []), ("b", 0, 3, 0, [])), {"x": 0, "a": 1, "b": 6}, 16, copied)
     path = str(tmp_path / "s.safetensors")
     tokens = np.arange(10, 16, dtype=np.int32)
     finished = [Finished("b", tokens[:6], 2, path), Finished("a", tokens, 4, path)]
@@ -169,7 +175,7 @@ def test_filer_writes_shards_that_shard_reads_with_bad_and_missing_rows_counted(
 def test_what_goes_wrong_while_filing_appears_in_the_shards_error_file(tmp_path: Path) -> None:
     filer = Filer(Arena(L, H, torch.float32, 1 << 20), (1, 2, 3))
     copied = HostCopy(FakeTap(some_rows(2))).take(2, None)  # type: ignore[arg-type]
-    filer.step([Scheduled("a", 0, 2, 0, ())], None, 16, copied)
+    filer.step(scheduled(("a", 0, 2, 0, [])), None, 16, copied)
     path = str(tmp_path / "s.safetensors")
     filer.books(Books(finished=[Finished("a", np.arange(3, dtype=np.int32), 1, path)], closed=[path]))
     filer.stop()

@@ -110,7 +110,8 @@ class Arena:
         """
         if len(owner) == 0:
             return
-        lines = np.fromiter((self._line(r) for r in requests), np.int64, len(requests))
+        known = self._lines
+        lines = np.array([known[r] if r in known else self._line(r) for r in requests], dtype=np.int64)
         line = lines[owner]
         last = np.full(len(requests), -1, dtype=np.int64)
         np.maximum.at(last, owner, positions)

@@ -44,7 +44,7 @@ EXTRA_KEYS = {"dir", "shard_mb", "shard_s", "arena_gb"}
 class StepMetadata(KVConnectorMetadata):
     """Travels from the scheduler to the worker with each step."""
 
-    scheduled: list[Scheduled] = field(default_factory=list)
+    scheduled: Scheduled = field(default_factory=Scheduled)
     total: int = 0
     """rows of the step, other requests' included"""
     books: Books = field(default_factory=Books)
@@ -170,11 +170,13 @@ class _Scheduler:
                     self._blocks[name] = []
                 if blocks is not None:
                     self._blocks[name].extend(blocks[self._group])
-        scheduled = [
-            self._scheduled(name, positions[name], count)
-            for name, count in output.num_scheduled_tokens.items()
-            if name in positions
-        ]
+        scheduled = Scheduled()
+        for name, count in output.num_scheduled_tokens.items():
+            if name in positions:
+                position = positions[name]
+                first = max(position - self._overshoot, 0) // self._block_size
+                last = (position + count - 1) // self._block_size
+                scheduled.add(name, position, count, first, self._blocks[name][first : last + 1])
         self._close_shard_if_due()
         books, self._books = self._books, Books()
         return StepMetadata(scheduled, output.total_num_scheduled_tokens, books)
@@ -198,11 +200,6 @@ class _Scheduler:
         self._shard_samples += 1
         self._shard_filled += finished.rows * self._row_bytes
         return {"capture": {"path": self._shard, "index": index, "rows": finished.rows, "request": name}}
-
-    def _scheduled(self, name: str, position: int, count: int) -> Scheduled:
-        first = max(position - self._overshoot, 0) // self._block_size
-        last = (position + count - 1) // self._block_size
-        return Scheduled(name, position, count, first, tuple(self._blocks[name][first : last + 1]))
 
     def _close_shard_if_due(self) -> None:
         if self._shard is None:
@@ -232,7 +229,7 @@ class _Worker:
         # at once, since a step without a forward pass may never reach `save`
         if step.books:
             self._filer.books(step.books)
-        self._step = step if step.scheduled else None
+        self._step = step if step.scheduled.requests else None
         self._starts = self._slots = None
 
     def locate(self, forward_context: Any, hook: dict[str, Any]) -> None:

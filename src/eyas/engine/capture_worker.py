@@ -7,7 +7,6 @@ import queue
 import threading
 import traceback
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +21,27 @@ _WRITERS = 4
 _STOP_SECONDS = 60.0
 
 
-class Scheduled(NamedTuple):
-    """A capturing request's part in one step (a tuple: hundreds are made for every step)."""
+@dataclass
+class Scheduled:
+    """The capturing requests' parts in one step, as parallel lists: hundreds of requests are in every step."""
 
-    request: str
-    position: int
-    """the scheduler's idea of its first row; with a drafter and asynchronous scheduling it may be too high"""
-    rows: int
-    first_block: int
-    """index, within the request, of blocks[0]"""
-    blocks: tuple[int, ...]
-    """KV blocks that its rows can lie in"""
+    requests: list[str] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """the scheduler's idea of each one's first row; with a drafter and asynchronous scheduling it may be too high"""
+    rows: list[int] = field(default_factory=list)
+    first_blocks: list[int] = field(default_factory=list)
+    """index, within the request, of its first block below"""
+    block_counts: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    """KV blocks that rows can lie in, request after request"""
+
+    def add(self, request: str, position: int, rows: int, first_block: int, blocks: list[int]) -> None:
+        self.requests.append(request)
+        self.positions.append(position)
+        self.rows.append(rows)
+        self.first_blocks.append(first_block)
+        self.block_counts.append(len(blocks))
+        self.blocks += blocks
 
 
 @dataclass(frozen=True)
@@ -62,33 +71,33 @@ class Books:
         return bool(self.finished or self.dropped or self.closed)
 
 
-def rows_by_name(scheduled: list[Scheduled], starts: dict[str, int], positions: Ints) -> tuple[Ints, Ints, Ints]:
+def rows_by_name(scheduled: Scheduled, starts: dict[str, int], positions: Ints) -> tuple[Ints, Ints, Ints]:
     """Which rows of a step are captured, where the runner says in which row each request starts.
 
     starts: request -> its first row. positions [N]: the model's own, -1 where unknown.
-    Returns row [M], owner [M] (index into `scheduled`) and position [M].
+    Returns row [M], owner [M] (index into the requests) and position [M].
     """
-    counts = np.array([s.rows for s in scheduled], dtype=np.int64)
-    first = np.array([starts[s.request] for s in scheduled], dtype=np.int64)
-    guess = np.array([s.position for s in scheduled], dtype=np.int64)
-    owner = np.repeat(np.arange(len(scheduled)), counts)
-    within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    counts = np.array(scheduled.rows, dtype=np.int64)
+    first = np.array([starts[r] for r in scheduled.requests], dtype=np.int64)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
     row = first[owner] + within
     own = positions[row]
-    return row, owner, np.where(own >= 0, own, guess[owner] + within)
+    return row, owner, np.where(own >= 0, own, np.array(scheduled.positions, dtype=np.int64)[owner] + within)
 
 
-def rows_by_slot(scheduled: list[Scheduled], slots: Ints, block_size: int) -> tuple[Ints, Ints, Ints]:
+def rows_by_slot(scheduled: Scheduled, slots: Ints, block_size: int) -> tuple[Ints, Ints, Ints]:
     """The same where the runner names nothing: a row's KV slot tells its request and its position.
 
     slots [N]: KV slot of each row. A block that a request writes to is its own, and blocks outside the range that
     it can write to in this step are not in `scheduled`, so a block that was given away is never taken for a
     request's.
     """
-    counts = np.array([len(s.blocks) for s in scheduled], dtype=np.int64)
-    blocks = np.array([b for s in scheduled for b in s.blocks], dtype=np.int64)
-    owners = np.repeat(np.arange(len(scheduled)), counts)
-    logical = np.array([s.first_block + i for s in scheduled for i in range(len(s.blocks))], dtype=np.int64)
+    counts = np.array(scheduled.block_counts, dtype=np.int64)
+    blocks = np.array(scheduled.blocks, dtype=np.int64)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    before = np.array(scheduled.first_blocks, dtype=np.int64) - (counts.cumsum() - counts)
+    logical = before[owners] + np.arange(len(blocks))
     order = np.argsort(blocks)
     block = slots // block_size
     found = np.minimum(np.searchsorted(blocks[order], block), max(len(blocks) - 1, 0))
@@ -100,7 +109,7 @@ def rows_by_slot(scheduled: list[Scheduled], slots: Ints, block_size: int) -> tu
 
 @dataclass(frozen=True)
 class _Step:
-    scheduled: list[Scheduled]
+    scheduled: Scheduled
     starts: dict[str, int] | None
     block_size: int
     copied: Copied
@@ -136,7 +145,7 @@ class Filer:
     def books(self, books: Books) -> None:
         self._steps.put(books)
 
-    def step(self, scheduled: list[Scheduled], starts: dict[str, int] | None, block_size: int, copied: Copied) -> None:
+    def step(self, scheduled: Scheduled, starts: dict[str, int] | None, block_size: int, copied: Copied) -> None:
         self._steps.put(_Step(scheduled, starts, block_size, copied))
 
     def stop(self) -> None:
@@ -172,7 +181,7 @@ class Filer:
             rows, bad, tokens = copied.rows, copied.bad(), copied.tokens.numpy()
             if len(row) != len(bad) or (row[1:] < row[:-1]).any():  # other requests' rows lie between
                 rows, bad, tokens = rows[row], bad[row], tokens[row]
-            self._arena.put([s.request for s in step.scheduled], owner, position, tokens, rows, bad)
+            self._arena.put(step.scheduled.requests, owner, position, tokens, rows, bad)
         finally:
             copied.done()
 
