@@ -166,8 +166,9 @@ def _verified(verified: dict[str, Any] | None) -> list[tuple[str, str]]:
         "identical",
         "reference",
         "baseline_source",
+        "baseline_doubt",
     )
-    rows = [(k.replace("_", " "), value_text(verified[k])) for k in keys if k in verified]
+    rows = [(k.replace("_", " "), value_text(verified[k])) for k in keys if verified.get(k) is not None]
     differences = (verified.get("comparison") or {}).get("differences") or []
     return [*rows, *(("difference", value_text(d)) for d in differences)]
 
