@@ -204,18 +204,44 @@ def _load(target: TargetInfo, engine: EnginePart, device: torch.device) -> Any:
     dtype = "auto" if engine.dtype == "auto" else _DTYPES[engine.dtype]
     try:
         with own_bars_only():
-            model = kind.from_pretrained(target.path, dtype=dtype, attn_implementation=attention, local_files_only=True)
-    except (ValueError, KeyError, OSError, ImportError) as e:
+            # Wrong shapes are let through here, so that `_refuse_random` can name all of them at once.
+            model, loaded = kind.from_pretrained(
+                target.path,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except (ValueError, KeyError, OSError, ImportError, RuntimeError) as e:
         raise InputError(
             f"transformers cannot load {target.path} ({target.architecture}): {e}",
             fix="use engine.kind: vllm for this target",
         ) from None
+    _refuse_random(target, loaded)
     for name, module in model.named_modules():
         if name.endswith(
             (".q_a_layernorm", ".kv_a_layernorm")
         ):  # transformers says 1e-6 here, serving engines the config's
             module.variance_epsilon = target.rms_norm_eps
     return model.to(device).eval()
+
+
+def _refuse_random(target: TargetInfo, loaded: dict[str, Any]) -> None:
+    """transformers fills what it cannot load with random numbers and goes on. A tied head is not among these."""
+    wrong = [f"{name} (missing)" for name in sorted(loaded["missing_keys"])]
+    wrong += [
+        f"{name} ({list(stored)}, {list(expected)} expected)"
+        for name, stored, expected in sorted(loaded["mismatched_keys"])
+    ]
+    wrong += [" ".join(str(message).split()) for message in loaded["error_msgs"]]
+    if wrong:
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise InputError(
+            f"{target.path}: the weights do not fill {len(wrong)} tensor(s) of transformers' {target.architecture}: "
+            f"{', '.join(wrong[:5])}{more}",
+            fix="complete the checkpoint, correct its config.json, or use engine.kind: vllm if transformers is wrong",
+        )
 
 
 def _generator(seed: int | None, device: torch.device) -> torch.Generator | None:
