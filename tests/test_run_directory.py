@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ from eyas.progress import Progress
 from eyas.recipe import Recipe
 from eyas.report.data_estimate import _harvested
 from eyas.report.machine import Machine
-from eyas.rundir import RunDir, StageRecord
+from eyas.rundir import Proof, RunDir, StageRecord
 from eyas.states.shard import Shard, ShardSample, write_shard
 from eyas.target.resolve import resolve_target
 
@@ -74,7 +75,8 @@ def fill(run: RunDir, stage: str) -> None:
     if stage == "harvest":
         add_part(run, "a")
         return
-    for path in next(s for s in STAGES if s.name == stage).products(run):
+    further = [run.train / "final" / "config.json"] if stage == "train" else []
+    for path in [*next(s for s in STAGES if s.name == stage).products(run), *further]:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".parquet":
             pq.write_table(pa.table({"turns": [1]}), path)
@@ -100,6 +102,8 @@ def done(tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         def work(run: Run) -> dict[str, Any]:
             ran.append(stage.name)
             fill(run.dir, stage.name)
+            if stage.name in ("harvest", "train", "verify"):
+                run.dir.write_proofs([Proof(stage.name, True, "1", "1")])
             return {}
 
         return replace(stage, work=work)
@@ -128,6 +132,69 @@ def test_a_stage_whose_product_is_gone_is_made_again(
         if product.suffix in (".json", ".parquet"):
             product.write_text("garbage")
             assert done() == [stage]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", None])
+def test_damaged_proofs_are_written_again(
+    done: Callable[..., list[str]], tmp_path: Path, text: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "run")
+    proven = run.proofs()
+    assert [p.name for p in proven] == ["harvest", "train", "verify"]
+    if text is None:
+        run.proofs_json.unlink()
+    else:
+        run.proofs_json.write_text(text)
+    assert done() == []
+    assert run.proofs() == proven
+    assert ("proofs.json: written again from run.json" in capsys.readouterr().err) == (text != "[]")
+    run.verify_json.unlink()
+    assert done() == ["verify"]
+    assert run.proofs() == proven
+
+
+@pytest.mark.parametrize("way", ["zeros", "cut", "longer"])
+@pytest.mark.parametrize(
+    ("stage", "file"),
+    [
+        ("prepare", "samples/prepared.parquet"),
+        ("harvest", "samples/a.parquet"),
+        ("vocab", "vocab/vocab.safetensors"),
+        ("train", "train/final/model.safetensors"),
+        ("train", "train/final/config.json"),
+        ("export", "drafter/vllm/model.safetensors"),
+        ("export", "drafter/vllm/config.json"),
+        ("verify", "verify.json"),
+    ],
+)
+def test_a_changed_product_is_made_again(
+    done: Callable[..., list[str]], tmp_path: Path, stage: str, file: str, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run" / file
+    was = path.read_bytes()
+    path.write_bytes({"zeros": bytes(len(was)), "cut": was[:-1], "longer": was + b" "}[way])
+    assert done() == [stage]
+    assert f"{stage}: {file} is missing or damaged, made again" in capsys.readouterr().err
+    assert path.read_bytes() == was
+    assert done() == []
+
+
+def test_a_cut_file_of_states_is_harvested_again(done: Callable[..., list[str]], tmp_path: Path) -> None:
+    path = tmp_path / "run" / "states" / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert done() == ["harvest"]
+
+
+def test_a_copied_run_is_unchanged(
+    done: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.products.LARGE", 0)
+    for path in (tmp_path / "run").rglob("*.*"):
+        if path.is_file():
+            os.utime(path)
+    assert done() == []
+    (tmp_path / "run" / "drafter" / "vllm" / "model.safetensors").write_text("[]")
+    assert done() == ["export"]
 
 
 def test_the_stage_before_lost_its_product(done: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -204,7 +271,7 @@ def test_damaged_records_are_named(tmp_path: Path, text: str) -> None:
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(InputError, match=rf"{path.name} is (damaged|not valid JSON)") as e:
             read()
-        assert "delete it" in (e.value.fix or "")
+        assert ("written anew" if path == run.proofs_json else "delete it") in (e.value.fix or "")
 
 
 def test_verifying_again_leaves_the_drafter(tmp_path: Path) -> None:

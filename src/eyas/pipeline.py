@@ -11,14 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from eyas.data.inputs import prompts_fingerprint
 from eyas.data.parts import harvest_files
 from eyas.draft.sizes import aux_layers
 from eyas.errors import EyasError, InputError
-from eyas.files import fingerprint, read_json, write_json, write_text
+from eyas.files import fingerprint, write_json, write_text
+from eyas.products import Products
 from eyas.progress import Progress
 from eyas.recipe import FREE_TRAIN_SETTINGS, Recipe, dump_recipe
 from eyas.report.html import write_report
@@ -54,7 +52,8 @@ class Stage:
     """`made_from`: everything that decides the stage's result, as JSON; earlier stages enter by their fingerprint.
 
     `outputs` are deleted when its inputs changed, and before a stage that cannot continue with them begins again: so
-    what lies there is never an earlier attempt's. `products` are files without which the stage is not done.
+    what lies there is never an earlier attempt's. `products` are files without which the stage is not done, and the
+    others that are kept of it: one that is lost or changed makes the stage run again.
     """
 
     name: str
@@ -76,10 +75,14 @@ def run_stages(run: Run, first: str, last: str) -> dict[str, StageRecord]:
     """
     with run.dir.locked():
         _claim(run)
+        if run.dir.mend_proofs():
+            run.progress.say(f"{run.dir.proofs_json.name}: written again from {run.dir.run_json.name}")
         stale = _stale(run, first, last)
-        _check_devices(run, [stage.name for stage, _ in stale if stage.engine])
+        _check_devices(run, [stage.name for stage, _, _ in stale if stage.engine])
         try:
-            for stage, made_of in stale:
+            for stage, made_of, lost in stale:
+                for path in lost:  # so that nothing continues with it
+                    path.unlink(missing_ok=True)
                 _run_one(run, stage, made_of)
         finally:
             if stale:
@@ -95,9 +98,9 @@ def _check_devices(run: Run, stages: list[str]) -> None:
         raise InputError(f"{short.message} for {' and '.join(stages)}", fix=short.fix)
 
 
-def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str]]:
-    """The stages to run, each with the fingerprint of what it is made from."""
-    found: list[tuple[Stage, str]] = []
+def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str, list[Path]]]:
+    """The stages to run, each with the fingerprint of what it is made from, and its files that are lost."""
+    found: list[tuple[Stage, str, list[Path]]] = []
     before: dict[str, str] = {}
     begin = STAGE_NAMES.index(first)
     for i, stage in enumerate(STAGES[: STAGE_NAMES.index(last) + 1]):
@@ -105,7 +108,7 @@ def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str]]:
         before[stage.name] = made_of
         record = run.dir.record(stage.name)
         unchanged = record is not None and record.status == "done" and record.fingerprint == made_of
-        lost = [p for p in stage.products(run.dir) if not _readable(p)] if unchanged else []
+        lost = Products(run.dir.root, stage.name).changed(stage.products(run.dir)) if unchanged else []
         done = unchanged and not lost
         if done and i >= begin:
             run.progress.say(f"{stage.name}: unchanged, skipped")
@@ -121,20 +124,8 @@ def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str]]:
                 more = f" and {len(lost) - 1:,} more are" if len(lost) > 1 else " is"
                 where = lost[0].relative_to(run.dir.root)
                 run.progress.say(f"{stage.name}: {where}{more} missing or damaged, made again")
-            found.append((stage, made_of))
+            found.append((stage, made_of, lost))
     return found
-
-
-def _readable(path: Path) -> bool:
-    """Is the file there? A table's footer and JSON must also be readable; tensors are checked by their readers."""
-    try:
-        if path.suffix == ".parquet":
-            pq.read_metadata(path)
-        elif path.suffix == ".json":
-            read_json(path)
-        return path.is_file()
-    except (pa.ArrowException, OSError, ValueError):
-        return False
 
 
 def _run_one(run: Run, stage: Stage, made_of: str) -> None:
@@ -148,16 +139,21 @@ def _run_one(run: Run, stage: Stage, made_of: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     earlier = 0.0 if before is None or changed or before.status == "done" else before.seconds
     record = StageRecord(made_of, "running", earlier, versions=_versions())
+    products = Products(run.dir.root, stage.name)
+    products.forget()
     run.dir.write_record(stage.name, record)
+    run.dir.mend_proofs()  # without those of an earlier attempt
     try:
         with _timed(run.dir, stage.name, record):
             record.counts = stage.work(run)
+            products.record(stage.products(run.dir))
         record.status = "done"
     except BaseException:
         record.status = "failed"
         raise
     finally:
         record.finished = datetime.now(UTC).isoformat(timespec="seconds")
+        record.proofs = run.dir.new_proofs(stage.name)
         run.dir.write_record(stage.name, record)
     sessions = f" ({record.seconds - earlier:,.1f} s of them now)" if earlier >= 0.1 else ""
     run.progress.say(f"{stage.name}: done in {record.seconds:,.1f} s{sessions}  {_counts_line(record.counts)}")
@@ -217,6 +213,7 @@ def _keep_previous(run: RunDir, stage: str) -> None:
     for path in moved if stage == "verify" else (run.drafter, *moved):
         if path.exists():
             shutil.move(path, kept / path.name)
+    run.forget_record("verify")  # with its proofs
 
 
 def _versions() -> dict[str, str]:
@@ -290,6 +287,11 @@ def _dump(part: Any, *without: str) -> dict[str, Any]:
     return dict(part.model_dump(mode="json", by_alias=True, exclude=set(without)))
 
 
+def _with_all(needed: list[Path], directory: Path) -> list[Path]:
+    """And every file inside the directory."""
+    return [*needed, *(p for p in sorted(directory.rglob("*")) if p.is_file() and p not in needed)]
+
+
 ANSWERS = ("samples_per_prompt", "cut_answers", "repetitive_answers")
 """keys of the recipe's data section that only the harvest reads"""
 
@@ -335,7 +337,7 @@ STAGES = (
         lambda r: [_dump(r.recipe.draft), _dump(r.recipe.train, *FREE_TRAIN_SETTINGS)],
         _train,
         lambda d: [d.train],
-        lambda d: [d.train / "final" / "model.safetensors"],
+        lambda d: _with_all([d.train / "final" / "model.safetensors"], d.train / "final"),
         resumes=True,
     ),
     Stage(
@@ -343,7 +345,7 @@ STAGES = (
         lambda r: [_dump(r.recipe.export), r.recipe.engine.dtype],
         _export,
         lambda d: [d.drafter],
-        lambda d: [d.drafter / "vllm" / "model.safetensors", d.drafter / "vllm" / "config.json"],
+        lambda d: _with_all([d.drafter / "vllm" / "model.safetensors", d.drafter / "vllm" / "config.json"], d.drafter),
     ),
     Stage(
         "verify",

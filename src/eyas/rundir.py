@@ -37,6 +37,7 @@ class StageRecord:
     finished: str | None = None
     counts: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    proofs: list[Proof] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,12 @@ class RunDir:
 
     def write_record(self, stage: str, record: StageRecord) -> None:
         stages = self.records() | {stage: record}
+        self._write_records(stages)
+
+    def forget_record(self, stage: str) -> None:
+        self._write_records({name: r for name, r in self.records().items() if name != stage})
+
+    def _write_records(self, stages: dict[str, StageRecord]) -> None:
         write_json(self.run_json, {"stages": {name: asdict(r) for name, r in stages.items()}})
 
     def owner(self) -> Owner | None:
@@ -87,14 +94,35 @@ class RunDir:
 
     def proofs(self) -> list[Proof]:
         """Raises InputError when proofs.json is no list of proofs."""
-        fix = f"delete it and {self.verify_json.name}, and run again: the drafter is then verified again"
+        fix = f"run `eyas run RECIPE` again: it is written anew from {self.run_json.name}"
         return _read(self.proofs_json, _PROOFS, fix) or []
 
     def write_proofs(self, new: list[Proof]) -> None:
         """Adds proofs; one of the same name is replaced."""
         names = {p.name for p in new}
         kept = [p for p in self.proofs() if p.name not in names]
-        write_json(self.proofs_json, [asdict(p) for p in [*kept, *new]])
+        self._write_proofs([*kept, *new])
+
+    def new_proofs(self, stage: str) -> list[Proof]:
+        """Those that no other stage's record has."""
+        others = [p for name, r in self.records().items() if name != stage for p in r.proofs]
+        return [p for p in self.proofs() if p not in others]
+
+    def mend_proofs(self) -> bool:
+        """Makes proofs.json what the records say; returns whether it was damaged, or gone."""
+        records = self.records()
+        recorded = list({p.name: p for r in records.values() for p in r.proofs}.values())
+        try:
+            found = self.proofs()
+            damaged = bool(recorded) and not self.proofs_json.exists()
+        except InputError:
+            found, damaged = [], True
+        if damaged or (found != recorded and (recorded or not records)):  # else: made before records had proofs
+            self._write_proofs(recorded)
+        return damaged
+
+    def _write_proofs(self, proofs: list[Proof]) -> None:
+        write_json(self.proofs_json, [asdict(p) for p in proofs])
 
     @contextmanager
     def locked(self) -> Iterator[None]:
