@@ -25,26 +25,39 @@ class AttentionFacts:
 
 def attention_facts(config: TargetConfig, hidden: int) -> AttentionFacts:
     heads = config.size("num_attention_heads")
-    kv = config.find("num_key_value_heads")
+    kv = config.largest("num_key_value_heads")
     if config.find("multi_query") is True and kv is None:
         kv = 1
-    if isinstance(kv, list):
-        kv = max(kv)
-    kv = heads if kv is None else int(kv)
+    kv = heads if kv is None else kv
     mla = config.find("kv_lora_rank") is not None
-    types = tuple(str(t) for t in config.find("layer_types") or ())
+    types = _layer_types(config)
     linear = any(t not in _FULL for t in types) or any(config.text.get(key) for key in _LINEAR_KEYS)
     kind: Attention = "hybrid" if linear else "mla" if mla else "mha" if kv == heads else "gqa"
-    head_dim = config.find("head_dim")
+    head_dim = config.whole("head_dim")
     if mla:
         # The width of a head's values and output; queries and keys are qk_nope_head_dim + qk_rope_head_dim wide.
-        head_dim = config.find("v_head_dim") or head_dim
-    return AttentionFacts(kind, heads, kv, int(head_dim or hidden // heads), _sliding_window(config, types), types)
+        head_dim = config.whole("v_head_dim") or head_dim
+    if head_dim is None and heads > hidden:
+        raise config.values.wrong("num_attention_heads", f"at most hidden_size ({hidden})")
+    return AttentionFacts(kind, heads, kv, head_dim or hidden // heads, _sliding_window(config, types), types)
+
+
+def _layer_types(config: TargetConfig) -> tuple[str, ...]:
+    """One for each layer; some list their next-token-prediction layers too (Step)."""
+    layers = config.size("num_hidden_layers")
+    extra = config.whole("num_nextn_predict_layers", low=0) or 0
+    expected = f"a list of num_hidden_layers ({layers}) strings"
+    types = config.values.entries("layer_types", lambda t: isinstance(t, str), expected)
+    if types and not layers <= len(types) <= layers + extra:
+        raise config.values.wrong("layer_types", f"{expected}, found {len(types)},")
+    return tuple(types)
 
 
 def _sliding_window(config: TargetConfig, types: tuple[str, ...]) -> int | None:
-    window = config.find("sliding_window")
-    if not isinstance(window, int) or window < 1:
+    if config.find("sliding_window") is False:
+        return None
+    window = config.whole("sliding_window", low=-1)
+    if window is None or window < 1:
         return None
     if config.find("use_sliding_window") is False:  # Qwen writes a window and switches it off
         return None

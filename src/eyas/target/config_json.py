@@ -1,12 +1,14 @@
 """config.json as raw JSON: where the language model's config is nested, and its sizes under any of their names."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eyas.errors import InputError
 from eyas.target.library_defaults import library_defaults
+from eyas.target.values import Values, is_whole, nan_key
 
 # In this order: a wrapper names its language model with one of these.
 _NESTED = (
@@ -47,37 +49,71 @@ class TargetConfig:
     def model_type(self) -> str:
         return str(self.text.get("model_type") or self.outer.get("model_type") or "")
 
+    @property
+    def values(self) -> Values:
+        """The text config's values by type."""
+        return Values(self.file, ".".join(self.nesting), self.text)
+
+    @property
+    def levels(self) -> list[Values]:
+        """Of text and outer config, text first."""
+        return [self.values] if self.text is self.outer else [self.values, Values(self.file, "", self.outer)]
+
     def find(self, field: str) -> Any:
         """The text config's value of `field` under any of its names, else what the installed transformers' own class
         for this model type has as its default, else None. Never a value of the outer config."""
-        for name in ALIASES.get(field, (field,)):
-            if self.text.get(name) is not None:
-                return self.text[name]
-        defaults = library_defaults(self.model_type)
-        for name in ALIASES.get(field, (field,)):
-            if name not in self.text and defaults.get(name) is not None:
-                return defaults[name]
-        return None
+        values, name = self._holder(field)
+        return values.items.get(name)
+
+    def number(self, field: str, *, above: float = -math.inf) -> float | None:
+        """As `find`; InputError when it is no finite number above `above`."""
+        values, name = self._holder(field)
+        return values.number(name, above=above)
+
+    def whole(self, field: str, *, low: int = 1) -> int | None:
+        """As `find`; InputError when it is no integer of at least `low`."""
+        values, name = self._holder(field)
+        return values.whole(name, low=low)
+
+    def largest(self, field: str) -> int | None:
+        """As `find`, of a positive integer or a list of one for each layer."""
+        values, name = self._holder(field)
+        if not isinstance(values.items.get(name), list):
+            return values.whole(name)
+        expected = "a positive integer, or a list of them,"
+        found = values.entries(name, lambda v: v is None or (is_whole(v) and v >= 0), expected)
+        if not any(found):
+            raise values.wrong(name, expected)
+        return max(v or 0 for v in found)
 
     def size(self, field: str) -> int:
         """A positive integer; InputError naming the key when it is absent or not one."""
-        value = self.find(field)
+        values, name = self._holder(field)
+        value = values.items.get(name)
         if field == "num_hidden_layers":
             value = layer_count(self.text) or value
-        if isinstance(value, list) and value and len(set(value)) == 1:
+        if isinstance(value, list) and value and is_whole(value[0]) and value.count(value[0]) == len(value):
             value = value[0]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if value is None:
             where = ".".join(self.nesting) or "the top level"
             raise InputError(
-                f"{self.file}: {field} at {where} is {value!r}, a positive integer expected",
+                f"{self.file}: {where} has no {field}",
                 fix=f"a language model's config needs one of: {', '.join(ALIASES[field])}",
             )
+        if not is_whole(value) or value < 1:
+            raise values.wrong(name, "a positive integer")
         return value
 
-    def explicit(self, field: str) -> list[Any]:
-        """What text and outer config say of `field` (text first), absent ones left out."""
-        levels = [self.text] if self.text is self.outer else [self.text, self.outer]
-        return [level[field] for level in levels if level.get(field) is not None]
+    def _holder(self, field: str) -> tuple[Values, str]:
+        names = ALIASES.get(field, (field,))
+        for name in names:
+            if self.text.get(name) is not None:
+                return self.values, name
+        defaults = library_defaults(self.model_type)
+        for name in names:
+            if name not in self.text and defaults.get(name) is not None:
+                return Values(self.file, f"(default of model_type {self.model_type})", defaults), name
+        return self.values, names[0]
 
 
 def read_config(path: Path) -> TargetConfig:
@@ -96,13 +132,15 @@ def read_config(path: Path) -> TargetConfig:
             f"at the top level{' or in ' + ', '.join(parts) if parts else ''}",
             fix="point target.path at a text-generating model",
         )
+    if (key := nan_key(outer)) is not None:
+        raise InputError(f"{file}: {key} is NaN, a number expected", fix="correct it from the model's own repository")
     return TargetConfig(file, outer, *found)
 
 
 def layer_count(config: dict[str, Any]) -> int | None:
     """The number of layers that a config says itself, in a number or in a pattern of layers (Nemotron-H)."""
     for name in ALIASES["num_hidden_layers"]:
-        if isinstance(config.get(name), int):
+        if is_whole(config.get(name)):
             return int(config[name])
     for name in ("hybrid_override_pattern", "layers_block_type", "layer_types"):
         pattern = config.get(name)
@@ -119,6 +157,8 @@ def read_json_object(file: Path) -> dict[str, Any] | None:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as e:
         raise InputError(f"{file} is not valid JSON: {e}", fix="download it again") from None
+    except RecursionError:
+        raise InputError(f"{file} is no config: its JSON is nested too deep", fix="download it again") from None
     if not isinstance(value, dict):
         raise InputError(f"{file} holds {type(value).__name__}, not a JSON object", fix="download it again")
     return value
@@ -136,7 +176,7 @@ def _text_config(config: dict[str, Any], nesting: tuple[str, ...]) -> tuple[dict
 
 def _is_language_model(config: dict[str, Any], *, nested: bool) -> bool:
     def has(field: str) -> bool:
-        return any(isinstance(config.get(name), int) for name in ALIASES[field])
+        return any(config.get(name) is not None for name in ALIASES[field])  # of a wrong type: told when it is read
 
     # A nested text config may leave everything to its class (Gemma 3 leaves out the vocabulary).
     if nested:

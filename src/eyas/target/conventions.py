@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from eyas.errors import InputError
 from eyas.target.config_json import TargetConfig
@@ -48,7 +48,7 @@ def conventions(config: TargetConfig, hidden: int) -> Conventions:
     """Reads the conventions of the text config. Raises InputError when the epsilon of the norm is unknown."""
     kind = config.model_type
     layer_norm = kind in LAYER_NORM | LAYER_NORM_PLUS_ONE
-    eps = config.find("norm_eps")
+    eps = config.number("norm_eps", above=0)
     if eps is None and layer_norm:
         eps = 1e-5  # torch's own, for families that do not configure it (OPT)
     if eps is None:
@@ -59,7 +59,7 @@ def conventions(config: TargetConfig, hidden: int) -> Conventions:
     return Conventions(
         norm_kind="layer" if layer_norm else "rms",
         norm_plus_one=_plus_one(config),
-        eps=float(eps),
+        eps=eps,
         logit_softcap=_first(config, _SOFTCAP_KEYS),
         logit_scale=_logit_scale(config, hidden),
         embedding_scale=_embedding_scale(config, hidden),
@@ -76,19 +76,19 @@ def _logit_scale(config: TargetConfig, hidden: int) -> float:
     over = _first(config, _LOGIT_OVER)
     if over is not None:
         scale *= over if config.model_type in _LOGITS_SCALING_TIMES else 1.0 / over
-    base = config.find("dim_model_base")
+    base = config.number("dim_model_base", above=0)
     if base is not None and config.model_type.startswith("minicpm"):
-        scale *= float(base) / hidden  # MiniCPM divides the state by hidden / dim_model_base before its head
+        scale *= base / hidden  # MiniCPM divides the state by hidden / dim_model_base before its head
     return scale
 
 
 def _embedding_scale(config: TargetConfig, hidden: int) -> float:
     if config.model_type in _SQRT_EMBEDDING:
         return math.sqrt(hidden)
-    return _first(config, _EMBEDDING_TIMES) or 1.0
+    numbers = tuple(key for key in _EMBEDDING_TIMES if not isinstance(config.find(key), bool))  # BioGPT has a switch
+    return _first(config, numbers) or 1.0
 
 
 def _first(config: TargetConfig, keys: tuple[str, ...]) -> float | None:
-    values: list[Any] = [config.find(key) for key in keys]
-    found = [float(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    found = [value for key in keys if (value := config.number(key, above=0)) is not None]
     return found[0] if found else None

@@ -14,6 +14,7 @@ from eyas.target.roles import Roles, find_roles
 from eyas.target.rope import rope_parameters
 from eyas.target.safetensors_files import Checkpoint, open_checkpoint
 from eyas.target.tokens import eos_token_ids, special_tokens, thinking_tokens
+from eyas.target.values import Values
 
 _IDENTITY_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -22,6 +23,8 @@ _IDENTITY_FILES = (
     "chat_template.json",
     "model.safetensors.index.json",
 )  # fmt: skip
+_NAMES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "float", "half")
+_DTYPES = (*_NAMES, *(f"torch.{name}" for name in _NAMES), "auto")
 
 
 def resolve_target(path_or_id: str, *, remote_code: bool = False) -> TargetInfo:
@@ -40,6 +43,8 @@ def resolve_target(path_or_id: str, *, remote_code: bool = False) -> TargetInfo:
     notes += _vocab_notes(config, vocab)
     attention = attention_facts(config, hidden)
     logits = conventions(config, hidden)
+    rope, contradictions = rope_parameters(config)
+    notes += contradictions
     quantized = find_quantization(config, checkpoint)
     eos = eos_token_ids(path, config)
     if not eos:
@@ -55,7 +60,7 @@ def resolve_target(path_or_id: str, *, remote_code: bool = False) -> TargetInfo:
         )
     return TargetInfo(
         path=path,
-        architecture=_architecture(config.outer, config),
+        architecture=_architecture(config),
         text_architecture=_text_architecture(config),
         model_type=config.model_type,
         hidden_size=hidden,
@@ -67,7 +72,7 @@ def resolve_target(path_or_id: str, *, remote_code: bool = False) -> TargetInfo:
         vocab_size=vocab,
         max_position_embeddings=config.size("max_position_embeddings"),
         rms_norm_eps=logits.eps,
-        rope_parameters=rope_parameters(config),
+        rope_parameters=rope,
         attention=attention.kind,
         sliding_window=attention.sliding_window,
         quantization=None if quantized is None else quantized.method,
@@ -97,7 +102,7 @@ def resolve_target(path_or_id: str, *, remote_code: bool = False) -> TargetInfo:
 
 def _decide_head(config: TargetConfig, roles: Roles) -> tuple[TensorRef, list[str]]:
     """Tied or separate: the tensors decide. InputError where the config says "not tied" and no head is there."""
-    said = config.explicit("tie_word_embeddings")
+    said = [flag for level in config.levels if (flag := level.flag("tie_word_embeddings")) is not None]
     if roles.head is not None:
         if said and all(said):
             note = (
@@ -118,32 +123,30 @@ def _decide_head(config: TargetConfig, roles: Roles) -> tuple[TensorRef, list[st
 
 
 def _vocab_notes(config: TargetConfig, rows: int) -> list[str]:
-    said = config.find("vocab_size")
-    if isinstance(said, int) and said != rows:
+    said = config.whole("vocab_size")
+    if said is not None and said != rows:
         return [f"config.json says vocab_size {said}, the embedding has {rows} rows: the rows count"]
     return []
 
 
-def _architecture(level: dict[str, object], config: TargetConfig) -> str:
-    names = level.get("architectures")
-    if isinstance(names, list) and names and isinstance(names[0], str):
-        return names[0]
-    raise InputError(f"{config.file} names no architectures", fix='add the model class, e.g. ["LlamaForCausalLM"]')
+def _architecture(config: TargetConfig) -> str:
+    names = _architectures(config.levels[-1])
+    if not names:
+        raise InputError(f"{config.file} names no architectures", fix='add the model class, e.g. ["LlamaForCausalLM"]')
+    return names[0]
 
 
 def _text_architecture(config: TargetConfig) -> str:
-    if isinstance(config.text.get("architectures"), list) and config.text["architectures"]:
-        return str(config.text["architectures"][0])
-    if not config.nesting:
-        return _architecture(config.outer, config)
-    return causal_lm_class(config.model_type) or _architecture(config.outer, config)
+    own = _architectures(config.values)
+    return own[0] if own else causal_lm_class(config.model_type) or _architecture(config)
+
+
+def _architectures(level: Values) -> list[str]:
+    return level.entries("architectures", lambda name: isinstance(name, str), 'a list such as ["LlamaForCausalLM"]')
 
 
 def _intermediate_size(config: TargetConfig, hidden: int) -> int:
-    found = config.find("intermediate_size")
-    if isinstance(found, list):
-        found = max(found)
-    return int(found) if found else 4 * hidden
+    return config.largest("intermediate_size") or 4 * hidden
 
 
 def _experts(config: TargetConfig) -> int | None:
@@ -155,10 +158,10 @@ def _experts(config: TargetConfig) -> int | None:
 
 
 def _dtype(config: TargetConfig, norm: TensorRef) -> str:
-    for level in (config.text, config.outer):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(level.get(key), str) and level[key] != "auto":
-                return str(level[key]).removeprefix("torch.")
+    said = [level.text(key, _DTYPES) for level in config.levels for key in ("dtype", "torch_dtype")]
+    for name in said:
+        if name is not None and name != "auto":
+            return name.removeprefix("torch.")
     return {"BF16": "bfloat16", "F16": "float16"}.get(norm.dtype, "float32")
 
 

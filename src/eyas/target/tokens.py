@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.target.config_json import TargetConfig, read_json_object
+from eyas.target.values import Values, is_whole
 
 _THINKING = (
     ("<think>", "</think>"),
@@ -19,12 +20,14 @@ _THINKING = (
 
 def eos_token_ids(path: Path, config: TargetConfig) -> tuple[int, ...]:
     """Every id that ends an answer: generation_config.json's and both config levels', ascending, without repeats."""
-    levels = [read_json_object(path / "generation_config.json") or {}, config.text, config.outer]
+    file = path / "generation_config.json"
     found: set[int] = set()
-    for level in levels:
-        value = level.get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        found.update(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+    for level in (Values(file, "", read_json_object(file) or {}), *config.levels):
+        value = level.items.get("eos_token_id")
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(map(is_whole, values)):
+            raise level.wrong("eos_token_id", "a token id or a list of them")
+        found.update(values)
     return tuple(sorted(found))
 
 
@@ -33,7 +36,7 @@ def special_tokens(path: Path, config: TargetConfig) -> dict[str, int]:
     found: dict[str, int] = {}
     for level in (config.outer, config.text):
         for key, value in level.items():
-            if key.endswith("_token_id") and isinstance(value, int) and not isinstance(value, bool):
+            if key.endswith("_token_id") and is_whole(value):
                 found[key.removesuffix("_token_id")] = value
     for content, token_id in _added_tokens(path).items():
         found.setdefault(content, token_id)
