@@ -1,6 +1,7 @@
 """Malformed input, one case a line: each ends in a clear error or in a counted drop that names its place."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,13 @@ BAD_LINES: list[tuple[str, bytes | Any, str, str]] = [
     ("control character", b'{"text": "a\x01b"}', "broken JSON", "Invalid control character at column 12"),
     ("deep nesting", b"[" * 200_000, "broken JSON", "line 3"),
     ("a list", [1, 2], "not an object", "a list"),
-    ("a string", "text", "not an object", "a str"),
+    ("a string", "text", "not an object", "found text"),
     ("null", None, "not an object", "nothing"),
     ("empty object", {}, "no known shape", "its keys: none"),
     ("unknown keys", {"foo": 1, "bar": 2}, "no known shape", "bar, foo"),
     ("empty messages", {"messages": []}, "no messages", ""),
     ("messages text", {"messages": "hi"}, "messages are not a list", "text"),
-    ("messages object", {"messages": {"role": "user"}}, "messages are not a list", "a dict"),
+    ("messages object", {"messages": {"role": "user"}}, "messages are not a list", "an object"),
     ("message text", {"messages": ["hi"]}, "message is not an object", "message 0"),
     ("no role", {"messages": [{"content": "a"}]}, "unknown role", "None"),
     ("odd role", {"messages": [{"role": "narrator", "content": "a"}]}, "unknown role", "narrator"),
@@ -54,9 +55,9 @@ BAD_LINES: list[tuple[str, bytes | Any, str, str]] = [
     ("only assistant", {"messages": [{"role": "assistant", "content": "a"}]}, "no user turn", ""),
     ("no content", {"messages": [{"role": "user"}]}, "empty user turn", "message 0"),
     ("blank content", user(" \n"), "empty user turn", "message 0"),
-    ("number content", user(7), "content is not text", "a int"),
+    ("number content", user(7), "content is not text", "a number"),
     ("image part", user([{"type": "image_url", "image_url": {}}]), "content part is not text", "image_url"),
-    ("odd part", user([5]), "content part is not text", "a int"),
+    ("odd part", user([5]), "content part is not text", "a number"),
     ("half a surrogate", user("a\ud800b"), "text is not valid Unicode", "surrogate"),
     ("calls no list", assistant(tool_calls="f()"), "tool calls are not a list", "message 1"),
     ("call no function", assistant(tool_calls=[{"id": 1}]), "tool call without a function", "message 1"),
@@ -71,8 +72,21 @@ BAD_LINES: list[tuple[str, bytes | Any, str, str]] = [
     ("reasoning list", assistant(content="b", reasoning_content=["c"]), "content is not text", "reasoning"),
     ("too long", user("x" * 500), "prompt leaves no room for an answer", "max_length 400"),
     ("conversation of numbers", {"conversations": [1]}, "message is not an object", "message 0"),
-    ("turns number", {"turns": 3}, "messages are not a list", "turns is a int"),
+    ("turns number", {"turns": 3}, "messages are not a list", "turns is a number"),
     ("tool result first", {"messages": [{"role": "tool", "content": "a"}, *user("b")["messages"]]}, "no user turn", ""),
+    ("a key twice", b'{"text": "a", "text": "b"}', "broken JSON", "the key 'text' stands twice"),
+    ("NaN", b'{"prompt": NaN}', "broken JSON", "NaN is not JSON"),
+    ("system list", {"prompt": "a", "system": ["b"]}, "system is not text", "system is a list"),
+    ("two systems", {"prompt": "a", "system": "b", "system_prompt": "c"}, "more than one system prompt", "and"),
+    (
+        "system beside another",
+        {"system": "b", "messages": [{"role": "system", "content": "c"}, *user("a")["messages"]]},
+        "more than one system prompt",
+        "in system and messages",
+    ),
+    ("odd history", {"instruction": "a", "history": [["b"]]}, "history is not [question, answer] pairs", "item 0"),
+    ("history beside messages", {**user("a"), "history": [["b", "c"]]}, "history beside messages", "messages"),
+    ("input object", {"instruction": "a", "input": {"b": 1}}, "input is not text", "input is an object"),
 ]
 
 
@@ -120,6 +134,7 @@ KEEP = [
     ("plain text", {"text": "a"}, "no answer to keep"),
     ("answer first", {"messages": assistant(content="a")["messages"][::-1]}, "no answer to keep"),
     ("too long", assistant(content="x" * 500), "longer than data.max_length"),
+    ("number", {"prompt": "a", "response": 4}, "answer is not text"),
 ]  # fmt: skip
 
 
@@ -136,11 +151,23 @@ FILES: list[tuple[str, str, bytes | None, str]] = [
     ("empty json", "p.json", b"", "p.json is empty"),
     ("blank lines", "p.jsonl", b"\n \n", "holds no row"),
     ("empty list", "p.json", b"[]", "holds no row"),
-    ("json number", "p.json", b"5", "expected a JSON list of rows"),
-    ("json cut short", "p.json", b'[\n{"text": ', "broken JSON .first: p.json, row 1 .line 2"),
-    ("json object", "p.json", b'{"a": 1}', "expected a JSON list of rows"),
+    ("json number", "p.json", b"5", "expected a JSON list of rows, or objects, found '5' at line 1 column 1"),
+    ("json cut short", "p.json", b'[\n{"text": ', "p.json, line 2: broken JSON: Expecting value at line 2 column 10"),
+    ("json object", "p.json", b'{"a": 1}', "no known shape .first: p.json, row 1 .line 1.: its keys: a"),
+    ("json rest", "p.json", b'[{"text": "a"}]\n x', "found 'x' at line 2 column 2"),
+    ("json no comma", "p.json", b'[{"text": "a"}\n{"text": "b"}]', "expected ',' or ']', found '{' at line 2"),
+    ("json last comma", "p.json", b'[{"text": "a"},]', "Expecting value at line 1 column 16"),
+    ("json two lists", "p.json", b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "several lists .*train, test"),
+    ("json a row with rows", "p.json", b'{"text": "a", "data": [{"text": "b"}]}', "itself a row and holds rows .*data"),
+    ("json UTF-16", "p.json", '[{"text": "a"}]'.encode("utf-16"), "UTF-16, expected UTF-8"),
+    ("jsonl UTF-16", "p.jsonl", '{"text": "a"}'.encode("utf-16"), "UTF-16, expected UTF-8"),
+    ("csv UTF-16", "p.csv", "text\na\n".encode("utf-16"), "UTF-16, expected UTF-8"),
+    ("csv open quote", "p.csv", b'prompt\na\n"b\nc\n', r"p.csv, row 3 .line 3.: .* not closed up to line 4"),
+    ("csv quote late", "p.csv", b'prompt\na\n"b\n"c" d\n', r"p.csv, row 3 .line 3.: .* not closed up to line 4"),
+    ("csv column twice", "p.csv", b"prompt,prompt\na,b\n", "the column 'prompt' stands twice"),
+    ("packed", "p.jsonl.gz", b"x", "cannot read .gz"),
     ("csv header only", "p.csv", b"prompt,response\n", "holds no row"),
-    ("csv too many fields", "p.csv", b"prompt\na,b\n", "not 1 fields"),
+    ("csv too many fields", "p.csv", b"prompt\na,b\n", "2 fields, not 1 as the header has"),
     ("csv not UTF-8", "p.csv", b"prompt\n\xff\xff\n", "not UTF-8"),
     ("not parquet", "p.parquet", b"PAR1 no", "not a Parquet file"),
     ("unknown extension", "p.txt", b"hello", "cannot read .txt"),
@@ -157,13 +184,73 @@ def test_a_bad_file_is_one_clear_error(go: Any, tmp_path: Path, name: str, conte
     assert e.value.exit_code == 2
 
 
-def test_a_broken_json_list_keeps_what_came_before(go: Any, tmp_path: Path) -> None:
-    text = "[\n" + ",\n".join(json.dumps(r) for r in GOOD) + ',\n{"messages": oops}]'
-    (tmp_path / "p.json").write_text(text)
-    counts, dropped = go(tmp_path / "p.json")
-    assert counts["conversations"] == 4
-    assert dropped[0]["place"] == "p.json, row 5 (line 6)"
-    assert "at line 6" in dropped[0]["detail"]
+UNREADABLE = [
+    ("p.json", b'[{"text": "a"},\n{"text": "b"},\n{"text": oops},\n{"text": "c"}]', "p.json, line 3: .* column 10"),
+    ("p.json", b'{"data": [{"text": "a"},\n{"text": oops}]}', "p.json, line 2: .*Expecting value at line 2 column 10"),
+    ("p.csv", b'prompt\na\nb\n"c\nd\n', "p.csv, row 4 .line 4.: broken row: unexpected end of data"),
+    ("p.csv", b"prompt\na\nb\n\xff\nd\n", "not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE)
+def test_where_reading_cannot_go_on_nothing_is_left_out(
+    go: Any, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message) as e:
+        go(tmp_path / name, broken_rows="drop")
+    assert "as JSON Lines" in (e.value.fix or "")
+    assert (tmp_path / "run" / "samples" / "dropped.jsonl").exists()
+
+
+def test_a_broken_row_group(go: Any, tmp_path: Path) -> None:
+    file = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": [f"question {i} " * 50 for i in range(1000)]}), file, row_group_size=250)
+    content = bytearray(file.read_bytes())
+    begin = pq.read_metadata(file).row_group(2).column(0).dictionary_page_offset
+    content[begin : begin + 200] = b"\xff" * 200
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=r"p.parquet, after row \d+: broken row"):
+        go(file)
+
+
+def test_rows_of_a_csv_that_are_broken_alone(go: Any, tmp_path: Path) -> None:
+    swallowed = "".join(f"question {i},x\n" for i in range(50))
+    text = f'prompt,response\na,b\n"c"d "",e\nf\ng,"yes\n{swallowed}and,no"\nh,i\nj,"k\nl, m"\nn,o\np,q\n'
+    (tmp_path / "p.csv").write_text(text)
+    counts, dropped = go(tmp_path / "p.csv")
+    assert counts["conversations"] == 5
+    assert [d["detail"] for d in dropped] == [
+        "',' expected after '\"'",
+        "1 fields, not 2 as the header has",
+        "50 lines inside one quoted cell each look like a row: a quote is not closed",
+    ]
+    assert dropped[-1]["place"] == "p.csv, row 5 (line 5)"
+
+
+def test_half_a_surrogate_as_the_source(go: Any, tmp_path: Path) -> None:
+    counts, _ = go(jsonl(tmp_path / "p.jsonl", [*GOOD, {"prompt": "a", "source": "\ud800"}]))
+    assert counts["sources"] == {"p.jsonl": 5}
+
+
+def test_duplicates_are_good_rows(go: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "p.jsonl", [*GOOD[:2] * 3, *[{"foo": i} for i in range(5)]])
+    assert go(path)[0]["dropped"] == {"no known shape": 5}
+
+
+def test_an_odd_directory(go: Any, tmp_path: Path) -> None:
+    (tmp_path / "d" / "x.jsonl").mkdir(parents=True)
+    (tmp_path / "d" / "a.jsonl").write_text("")
+    jsonl(tmp_path / "d" / "b.NDJSON", GOOD[:2])
+    odd = Path(os.fsdecode(os.fsencode(tmp_path / "d") + b"/\xff.JSONL"))
+    jsonl(odd, GOOD[2:])
+    counts, dropped = go(tmp_path / "d")
+    assert counts["dropped"] == {"empty file": 1}
+    assert dropped[0]["place"] == "a.jsonl"
+    assert counts["sources"] == {"b.NDJSON": 2, "\\udcff.JSONL": 2}
+    (tmp_path / "d" / "c.jsonl.gz").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"holds c.jsonl.gz: packed files are not read"):
+        go(tmp_path / "d")
 
 
 def test_an_empty_directory(go: Any, tmp_path: Path) -> None:

@@ -57,6 +57,25 @@ SHAPES: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ("question", {"question": "q", "answer": "a"}, [(U, "q"), (A, "a")]),
     ("turns", {"question_id": 3, "turns": ["q", "r"], "reference": ["x"]}, [(U, "q"), (U, "r")]),
     ("text", {"text": "q"}, [(U, "q")]),
+    (
+        "conversations",
+        {"system": "s", "conversations": [{"from": "human", "value": "q"}]},
+        [(S, "s"), (U, "q")],
+    ),
+    ("messages", {"system": "", "messages": [{"role": "user", "content": "q"}]}, [(U, "q")]),
+    (
+        "messages",
+        {"system": "s", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]},
+        [(S, "s"), (U, "q")],
+    ),
+    ("question", {"system_prompt": "s", "question": "q", "response": "a"}, [(S, "s"), (U, "q"), (A, "a")]),
+    (
+        "instruction",
+        {"instruction": "q", "input": "", "output": "a", "history": [["p", "b"]], "system": "s"},
+        [(S, "s"), (U, "p"), (A, "b"), (U, "q"), (A, "a")],
+    ),
+    ("instruction", {"instruction": "q", "input": 4, "output": "a", "history": []}, [(U, "q\n\n4"), (A, "a")]),
+    ("prompt", {"prompt": "q", "response": 4}, [(U, "q")]),
 ]
 
 
@@ -65,6 +84,39 @@ def test_shapes(shape: str, row: dict[str, Any], expected: list[tuple[str, str]]
     found = read_row(row)
     assert found.shape == shape
     assert [(m["role"], m["content"]) for m in found.messages] == expected
+
+
+def test_a_table_of_tools_reads_as_its_rows(tmp_path: Path) -> None:
+    """Parquet gives every object the keys of all others."""
+
+    def tool(name: str, **properties: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+    def call(**arguments: Any) -> dict[str, Any]:
+        return {"role": A, "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    question = {"role": U, "content": "q"}
+    rows: list[dict[str, Any]] = [
+        {"messages": [question, call(city="p")], "tools": [tool("w", city={"enum": ["a", None]})]},
+        {"messages": [{**question, "name": "n"}, call(a=1)], "tools": [tool("add", a={"type": "integer"})]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tables, lines = ([read_row(r.value) for r in open_source(str(tmp_path / f"a.{k}"))] for k in ("parquet", "jsonl"))
+    assert tables == lines
+    assert tables[0].tools == rows[0]["tools"]
+    assert [c.id for c in tables] == [c.id for c in lines]
+    meant = tool("f", a={"default": None, "const": None, "title": None})
+    found = read_row({"prompt": "q", "tools": [meant]}).tools
+    assert found == [tool("f", a={"default": None, "const": None})]
+
+
+def test_old_calls_and_other_names_of_thinking() -> None:
+    answer = {"role": A, "content": "b", "reasoning_content": None, "thinking": "t"}
+    old = {"role": A, "content": "c", "function_call": {"name": "f", "arguments": '{"a": null}'}}
+    found = read_row({"messages": [{"role": U, "content": "q"}, answer, old]}).messages
+    assert found[1]["reasoning_content"] == "t"
+    assert found[2]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": None}}}]
 
 
 def test_tools_calls_and_reasoning_come_through() -> None:
@@ -132,6 +184,54 @@ def test_every_container_reads_the_same(tmp_path: Path, name: str, monkeypatch: 
     rows = list(open_source(str(tmp_path / name)))
     assert [r.value for r in rows] == ROWS
     assert [r.broken for r in rows] == [None] * 5
+
+
+R = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
+M = {"messages": [{"role": "user", "content": "q"}]}
+JSONS: list[tuple[str, str, list[Any]]] = [
+    ("lists one after the other", json.dumps(R[:2]) + "\n" + json.dumps(R[2:]), R),
+    ("a list of tags first", json.dumps({"tags": ["a"], "data": R}), R),
+    ("a bracket in text", json.dumps({"about": "see [1]", "data": R}), R),
+    ("lines", "\n".join(map(json.dumps, R)), R),
+    ("lines and lists", json.dumps(R[0]) + json.dumps(R[1:]), R),
+    ("one row", json.dumps(M), [M]),
+    ("one bad row", json.dumps({"messages": [{"role": "x"}]}), [{"messages": [{"role": "x"}]}]),
+    ("rows under a row's key", json.dumps({"conversations": [M, M]}), [M, M]),
+    ("no rows at all", json.dumps({"a": 1}), [{"a": 1}]),
+]
+
+
+@pytest.mark.parametrize("size", [7, 1 << 20])
+@pytest.mark.parametrize(("text", "expected"), [c[1:] for c in JSONS], ids=[c[0] for c in JSONS])
+def test_json_files(tmp_path: Path, text: str, expected: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.data.sources._BLOCK", size)
+    (tmp_path / "a.json").write_text(text)
+    assert [r.value for r in open_source(str(tmp_path / "a.json"))] == expected
+
+
+@pytest.mark.parametrize("odd", ['{"n": 2, "about": "see [1]", "tags": ["a"], "data": %s}', '{"data": %s, "x": {}}'])
+def test_a_large_object_is_not_held(tmp_path: Path, odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.data.sources._BLOCK", 7)
+    monkeypatch.setattr("eyas.data.sources._IN_MEMORY", 20)
+    (tmp_path / "a.json").write_text(odd % json.dumps(R, indent=1))
+    rows = list(open_source(str(tmp_path / "a.json")))
+    assert [r.value for r in rows] == R
+    assert rows[1].place == "a.json, row 2 of data (line 5)"
+
+
+def test_a_key_that_stands_twice_costs_one_row(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"prompt": "a"}, {"prompt": "b", "prompt": "c"}, {"prompt": "d"}]')
+    rows = list(open_source(str(tmp_path / "a.json")))
+    assert [r.broken for r in rows] == [None, "the key 'prompt' stands twice in one object", None]
+    assert not any(r.ends for r in rows)
+
+
+def test_lists_in_cells_are_messages_only_if_they_have_roles(tmp_path: Path) -> None:
+    cells = ['[{"a": 1}]', '[{"a": 1}] what is this?', '[{"role": "user", "content": "q"}]']
+    with open(tmp_path / "a.csv", "w", newline="") as f:
+        csv.writer(f).writerows([["prompt"], *([c] for c in cells)])
+    rows = [r.value["prompt"] for r in open_source(str(tmp_path / "a.csv"))]
+    assert rows == [*cells[:2], json.loads(cells[2])]
 
 
 def test_a_directory_reads_all_its_files(tmp_path: Path) -> None:

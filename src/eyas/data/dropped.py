@@ -7,6 +7,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
+from eyas.errors import InputError
+
 EXAMPLES = 100
 """rows of one reason written to the file; all are counted"""
 
@@ -41,6 +43,18 @@ class Dropped:
         for reason, n in self.counts.most_common():
             table.add_row(_plain(reason), f"{n:,}", _plain(self.first[reason]))
         console.print(table)
+
+
+def judge(names: list[str], read: int, used: int, duplicates: int, dropped: Dropped, fix: str) -> None:
+    """Raises InputError when there is nothing to work with, or more bad rows than good ones (duplicates are good)."""
+    where, bad = ", ".join(names), dropped.total
+    if read == 0:
+        raise InputError(f"{where} holds no row", fix="give a file with at least one conversation")
+    reasons = "".join(f"\n  {line}" for line in dropped.lines())
+    if used == 0:
+        raise InputError(f"no usable row in {where}: {bad:,} of {read:,} dropped{reasons}", fix=fix)
+    if bad > used + duplicates:
+        raise InputError(f"more bad rows than good ones in {where}: {bad:,} of {read:,}{reasons}", fix=fix)
 
 
 def _excerpt(value: Any) -> str:

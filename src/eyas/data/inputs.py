@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from eyas.data.sources import data_files, shown
 from eyas.files import file_fingerprint
 from eyas.recipe import PromptSource
 
@@ -16,7 +17,7 @@ def prompts_fingerprint(sources: list[PromptSource]) -> list[list[str]]:
         if source.weight != 1:
             found.append(["weight", str(source.weight)])
         path = Path(source.path)
-        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        files = data_files(path) if path.is_dir() else [path]
         for f in files:
-            found.append([f.name, file_fingerprint(f)] if f.is_file() else [source.path, "remote"])
+            found.append([shown(f.name), file_fingerprint(f)] if f.is_file() else [source.path, "remote"])
     return found

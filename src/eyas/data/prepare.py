@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-from eyas.data.dropped import Dropped
+from eyas.data.dropped import Dropped, judge
 from eyas.data.lengths import SHARES, length_summary, share_bin, share_summary
 from eyas.data.marks import Marks
 from eyas.data.masks import kept_samples
@@ -19,7 +19,7 @@ from eyas.data.mix import Mix
 from eyas.data.render import Renderer
 from eyas.data.schema import PREPARED
 from eyas.data.shapes import Conversation, RowError, answered, asked, read_row
-from eyas.data.sources import Row, open_source
+from eyas.data.sources import Row, open_source, refusal
 from eyas.errors import InputError
 from eyas.files import written_aside
 from eyas.progress import Progress
@@ -55,16 +55,22 @@ def prepare(
     mix = Mix([open_source(s.path) for s in sources], [s.weight for s in sources])
     aside = run.samples / ".prepared.unsplit.part"
     try:
+        refused: InputError | None = None
         with written_aside(run.samples / "dropped.jsonl") as path, open(path, "w", encoding="utf-8") as file:
             work = _Preparation(recipe, target, render, Dropped(file), mix)
             with (
                 pq.ParquetWriter(aside, PREPARED, write_statistics=False) as writer,
                 progress.task("prepare", total=None, unit="rows") as task,
             ):
-                for rows, read, tokens in work.batches():
-                    writer.write_table(pa.Table.from_pylist(rows, schema=PREPARED))
-                    task.advance(read, tokens=tokens)
+                try:
+                    for rows, read, tokens in work.batches():
+                        writer.write_table(pa.Table.from_pylist(rows, schema=PREPARED))
+                        task.advance(read, tokens=tokens)
+                except InputError as e:  # what was dropped before it is still written
+                    refused = e
         work.dropped.print(progress.console)
+        if refused is not None:
+            raise refused
         work.judge([s.path for s in sources])
         held_out = _holdout(recipe, len(work.marks), progress)
         _write_split(aside, run.prepared, work.marks, held_out)
@@ -122,14 +128,13 @@ class _Preparation:
         yield self._rendered(pending, before)
 
     def _understood(self, number: int, row: Row) -> _Pending | None:
+        if row.left_out is not None:
+            self.dropped.add(row.left_out, row.place, "")
+            return None
         if row.broken is not None:
-            kind = "broken JSON" if ".json" in row.source else "broken row"
-            if self.refuse_broken:
-                raise InputError(
-                    f"{row.place}: {kind}: {row.broken}",
-                    fix="correct or delete that row, or set data.broken_rows: drop to leave such rows out, counted",
-                )
-            self.dropped.add(kind, row.place, row.broken)
+            if self.refuse_broken or row.ends:
+                raise refusal(row)
+            self.dropped.add(row.kind, row.place, row.broken)
             return None
         try:
             conversation = read_row(row.value)
@@ -151,7 +156,7 @@ class _Preparation:
     def _rendered(self, pending: list[_Pending], before: int) -> tuple[list[dict[str, Any]], int, int]:
         prompts: list[list[int] | RowError] = []
         if not self.keep:
-            prompts = self.render.first_prompts([c for _, _, c, _ in pending])
+            prompts = self.render.first_prompts([c for _, _, c, _ in pending], self.notes)
         table: list[dict[str, Any]] = []
         fresh: list[int] = []
         for i, (number, row, conversation, turns) in enumerate(pending):
@@ -161,7 +166,7 @@ class _Preparation:
                 self.dropped.add(e.reason, row.place, e.detail, row.value)
                 self.mix.give_back(number)
                 continue
-            source = self._source(row)
+            source = _source(row)
             fresh.append(_mark(conversation.id))
             self.shapes[conversation.shape] += 1
             self.sources[source] += 1
@@ -191,21 +196,8 @@ class _Preparation:
         samples = kept_samples(self.render, conversation, self.max_length, self.notes)
         return [(s.turn, s.ids, s.mask) for s in samples]
 
-    def _source(self, row: Row) -> str:
-        named = row.value.get("source")
-        return named if isinstance(named, str) and 0 < len(named) <= 100 else row.source
-
     def judge(self, names: list[str]) -> None:
-        """Raises InputError when there is nothing to work with, or more bad rows than good ones."""
-        good, bad = len(self.marks), self.dropped.total
-        where = ", ".join(names)
-        if self.read == 0:
-            raise InputError(f"{where} holds no row", fix="give a file with at least one conversation")
-        reasons = "".join(f"\n  {line}" for line in self.dropped.lines())
-        if good == 0:
-            raise InputError(f"no usable row in {where}: {bad:,} of {self.read:,} dropped{reasons}", fix=_FIX)
-        if bad > good:
-            raise InputError(f"more bad rows than good ones in {where}: {bad:,} of {self.read:,}{reasons}", fix=_FIX)
+        judge(names, self.read, len(self.marks), self.duplicates, self.dropped, _FIX)
 
     def counts(self, held_out: int) -> dict[str, Any]:
         lengths = np.concatenate(self.lengths)
@@ -228,6 +220,20 @@ class _Preparation:
 
 
 _FIX = "correct the file, or see samples/dropped.jsonl in the run directory for the rows and the README for the shapes"
+
+
+def _source(row: Row) -> str:
+    """The row's own `source` where it has a plain one, else its file or data set."""
+    named = row.value.get("source")
+    return named if isinstance(named, str) and 0 < len(named) <= 100 and _is_unicode(named) else row.source
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def _mark(id_: str) -> int:

@@ -23,6 +23,10 @@ ROLES = {
     "observation": "tool",
 }
 _ANSWERS = ("response", "completion", "answer", "output")
+_SYSTEMS = ("system", "system_prompt")
+_MEANT_NULLS = frozenset({"default", "const"})
+"""keys of JSON Schema under which null means something; it does in lists too (enum)"""
+NO_SHAPE = "no known shape"
 
 
 class RowError(Exception):
@@ -40,6 +44,8 @@ class Conversation:
     shape: str
     messages: list[Message]
     tools: list[Any] | None
+    unread_answer: str = ""
+    """why the row's own answer is not among the messages, although it has one"""
 
     @property
     def id(self) -> str:
@@ -55,11 +61,11 @@ def read_row(row: Any) -> Conversation:
     shape, raw = _raw_messages(row)
     if not raw:
         raise RowError("no messages")
-    messages = [_message(m, i) for i, m in enumerate(raw)]
+    messages = _with_system(row, [_message(m, i) for i, m in enumerate(raw)])
     tools = _tools(row.get("tools"))
     if not any(m["role"] == "user" for m in messages):
         raise RowError("no user turn")
-    conversation = Conversation(shape, messages, tools)
+    conversation = Conversation(shape, messages, tools, _unread_answer(row, shape))
     try:
         _ = conversation.id
     except UnicodeEncodeError:
@@ -67,6 +73,23 @@ def read_row(row: Any) -> Conversation:
     except (TypeError, ValueError, RecursionError) as e:
         raise RowError("tools or tool calls that JSON cannot hold", str(e)) from None
     return conversation
+
+
+def is_messages(value: Any) -> bool:
+    """Whether these are messages: a list of objects with roles."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and _role(m) for m in value)
+
+
+def without_nulls(value: Any, meant: frozenset[str] = frozenset()) -> Any:
+    """Without the keys that hold null, at any depth, but for those `meant`. Members of lists stay.
+
+    Parquet and Arrow give every object the keys of all others in its column: null there means absent.
+    """
+    if isinstance(value, Mapping):
+        return {k: without_nulls(v, meant) for k, v in value.items() if v is not None or k in meant}
+    if isinstance(value, list):
+        return [without_nulls(v, meant) for v in value]
+    return value
 
 
 def asked(conversation: Conversation) -> tuple[Conversation, int, str | None]:
@@ -99,6 +122,8 @@ def asked(conversation: Conversation) -> tuple[Conversation, int, str | None]:
 def answered(conversation: Conversation) -> Conversation:
     """What a kept conversation trains on: everything up to its last assistant turn."""
     messages = list(conversation.messages)
+    if conversation.unread_answer:
+        raise RowError("answer is not text", conversation.unread_answer)
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
@@ -112,23 +137,70 @@ def answered(conversation: Conversation) -> Conversation:
 def _raw_messages(row: Mapping[str, Any]) -> tuple[str, list[Any]]:
     for key, shape in (("messages", "messages"), ("conversations", "conversations"), ("conversation", "conversations")):
         if row.get(key) is not None:
+            if row.get("history"):
+                raise RowError("history beside messages", f"history and {key}")
             return shape, _listed(row[key], key)
-    system = [{"role": "system", "content": row["system"]}] if _text(row, "system") else []
     if row.get("turns") is not None:
         turns = _listed(row["turns"], "turns")
-        return "turns", [*system, *({"role": "user", "content": t} if isinstance(t, str) else t for t in turns)]
-    if _text(row, "instruction"):
-        question = row["instruction"] + (f"\n\n{row['input']}" if _text(row, "input") else "")
-        return "instruction", [*system, {"role": "user", "content": question}, *_answer(row)]
+        return "turns", [{"role": "user", "content": t} if isinstance(t, str) else t for t in turns]
+    before = _history(row.get("history"))
+    if row.get("instruction") not in (None, ""):
+        question = row["instruction"]
+        if (more := _input(row.get("input"))) and isinstance(question, str):
+            question += f"\n\n{more}"
+        return "instruction", [*before, {"role": "user", "content": question}, *_answer(row)]
     for key in ("prompt", "question", "query"):
         if isinstance(row.get(key), list):
-            return key, [*system, *row[key], *_answer(row)]
+            return key, [*before, *row[key], *_answer(row)]
         if row.get(key) is not None:
-            return key, [*system, {"role": "user", "content": row[key]}, *_answer(row)]
+            return key, [*before, {"role": "user", "content": row[key]}, *_answer(row)]
     if row.get("text") is not None:
-        return "text", [{"role": "user", "content": row["text"]}]
+        return "text", [*before, {"role": "user", "content": row["text"]}]
     keys = ", ".join(sorted(map(str, row))[:8]) or "none"
-    raise RowError("no known shape", f"its keys: {keys}")
+    raise RowError(NO_SHAPE, f"its keys: {keys}")
+
+
+def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """The messages after the system prompt that stands beside them."""
+    found = {}
+    for key in _SYSTEMS:
+        value = row.get(key)
+        if value and not isinstance(value, str):
+            raise RowError("system is not text", f"{key} is {_kind(value)}")
+        if value and value.strip():
+            found[key] = value
+    given = {m["content"] for m in messages if m["role"] in ("system", "developer")}
+    if len({*found.values(), *given}) > 1 and found:
+        raise RowError("more than one system prompt", f"in {' and '.join([*found, *(['messages'] if given else [])])}")
+    if not found or given:
+        return messages
+    return [{"role": "system", "content": next(iter(found.values()))}, *messages]
+
+
+def _history(history: Any) -> list[Message]:
+    """Alpaca's earlier turns: [question, answer] pairs, or messages."""
+    if not history:
+        return []
+    history = _listed(history, "history")
+    if is_messages(history):
+        return list(history)
+    found: list[Message] = []
+    for i, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise RowError("history is not [question, answer] pairs", f"item {i}")
+        found += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return found
+
+
+def _input(value: Any) -> str:
+    """Alpaca's input, "" for none; numbers as text."""
+    if isinstance(value, str):
+        return value if value.strip() else ""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if value is not None and value not in ([], {}):
+        raise RowError("input is not text", f"input is {_kind(value)}")
+    return ""
 
 
 def _answer(row: Mapping[str, Any]) -> list[Message]:
@@ -140,6 +212,16 @@ def _answer(row: Mapping[str, Any]) -> list[Message]:
     return []
 
 
+def _unread_answer(row: Mapping[str, Any], shape: str) -> str:
+    if shape in ("messages", "conversations", "turns") or _answer(row):
+        return ""
+    return "; ".join(
+        f"{key} is {_kind(row[key])}, expected text"
+        for key in _ANSWERS
+        if row.get(key) is not None and not isinstance(row[key], str)
+    )
+
+
 def _text(row: Mapping[str, Any], key: str) -> bool:
     return isinstance(row.get(key), str) and bool(row[key].strip())
 
@@ -148,7 +230,7 @@ def _listed(value: Any, key: str) -> list[Any]:
     if isinstance(value, str):  # a JSON list inside a string, as in CSV files
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise RowError("messages are not a list", f"{key} is text") from None
     if not isinstance(value, list):
         raise RowError("messages are not a list", f"{key} is {_kind(value)}")
@@ -158,17 +240,20 @@ def _listed(value: Any, key: str) -> list[Any]:
 def _message(raw: Any, i: int) -> Message:
     if not isinstance(raw, Mapping):
         raise RowError("message is not an object", f"message {i} is {_kind(raw)}")
-    role = raw.get("role", raw.get("from"))
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        raise RowError("unknown role", f"message {i}: {role!r}")
+    role = _role(raw)
+    if role is None or role.lower() not in ROLES:
+        found = role if role is not None else raw.get("role", raw.get("from"))
+        raise RowError("unknown role", f"message {i}: {found!r}")
     message: Message = {"role": ROLES[role.lower()]}
     calls = raw.get("tool_calls") or None
+    if calls is None and raw.get("function_call"):  # the older form of one call
+        calls = [{"type": "function", "function": raw["function_call"]}]
     content = _content(raw["content"] if raw.get("content") is not None else raw.get("value"), i)
     if message["role"] == "user" and not content.strip():
         raise RowError("empty user turn", f"message {i}")
     message["content"] = content
     if message["role"] == "assistant":
-        reasoning = raw.get("reasoning_content", raw.get("reasoning"))
+        reasoning = raw.get("reasoning_content") or raw.get("reasoning") or raw.get("thinking")
         if reasoning:
             if not isinstance(reasoning, str):
                 raise RowError("content is not text", f"message {i}: reasoning is {_kind(reasoning)}")
@@ -179,6 +264,11 @@ def _message(raw: Any, i: int) -> Message:
         if isinstance(raw.get(key), str):
             message[key] = raw[key]
     return message
+
+
+def _role(message: Mapping[str, Any]) -> str | None:
+    role = message.get("role") if message.get("role") is not None else message.get("from")
+    return role if isinstance(role, str) else None
 
 
 def _content(content: Any, i: int) -> str:
@@ -222,9 +312,11 @@ def _calls(calls: Any, i: int) -> list[Any]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 raise RowError("tool call arguments are not JSON", f"message {i}") from None
-        result.append({**call, "function": {**function, "arguments": arguments}})
+        else:  # in text a null is the model's own; in an object it is mostly a table's filling
+            arguments = without_nulls(arguments)
+        result.append({**without_nulls(call), "function": {**without_nulls(function), "arguments": arguments}})
     return result
 
 
@@ -232,14 +324,15 @@ def _tools(tools: Any) -> list[Any] | None:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise RowError("tools are not a list", "text that is not JSON") from None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
         raise RowError("tools are not a list", f"found {_kind(tools)}")
-    return [dict(t) for t in tools]
+    return [without_nulls(t, _MEANT_NULLS) for t in tools]
 
 
 def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    kinds = {int: "a number", float: "a number", bool: "true or false", dict: "an object", str: "text"}
+    return "nothing" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
