@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from eyas import pipeline
 from eyas.cli import _reported, app
 from eyas.data.committed import Committed
-from eyas.data.parts import harvest_files
+from eyas.data.parts import harvest_files, read_part, write_part
 from eyas.data.schema import HARVESTED
 from eyas.errors import EyasError, InputError, disk_error
 from eyas.files import write_json, written_aside
@@ -29,6 +29,7 @@ from eyas.progress import Progress
 from eyas.recipe import Recipe
 from eyas.report.data_estimate import _harvested
 from eyas.report.machine import Machine
+from eyas.report.show import _samples
 from eyas.rundir import Proof, RunDir, StageRecord
 from eyas.states.shard import Shard, ShardSample, write_shard
 from eyas.target.resolve import resolve_target
@@ -62,7 +63,7 @@ def add_part(run: RunDir, stem: str, indices: tuple[int, ...] = (0, 1)) -> Path:
     schema = HARVESTED.with_metadata({b"eyas.harvest": SETTINGS, b"eyas.proof": proof})
     part = run.samples / f"{stem}.parquet"
     part.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), part)
+    write_part(pa.Table.from_pylist(rows, schema=schema), part)
     kept = sum(i >= 0 for i in indices)
     if kept:
         one = ShardSample(torch.zeros(2, 1, 4), torch.tensor([1, 2, 3]), 1, 0)
@@ -228,9 +229,24 @@ def test_recovery_drops_lost_and_unreadable_parts(tmp_path: Path) -> None:
     committed = Committed(run, SETTINGS.decode(), [3])
     notes = "\n".join(committed.recover())
     assert "1 sample files of 2 samples are harvested again: their states are gone" in notes
-    assert "c.parquet cannot be read" in notes
+    assert "c.parquet is not a whole file of samples" in notes
     assert len(committed) == 2
     assert [whole.exists(), lost.exists(), torn.exists()] == [True, False, False]
+
+
+@pytest.mark.parametrize("at", [8, 300, 600, -300, -20])
+def test_zeroed_bytes_of_a_part_are_noticed(tmp_path: Path, at: int) -> None:
+    run = RunDir(tmp_path)
+    part = add_part(run, "a")
+    was = bytearray(part.read_bytes())
+    was[at : at + 16] = bytes(16)
+    part.write_bytes(was)
+    with pytest.raises(EyasError, match=r"a\.parquet is not a whole file of samples"):
+        read_part(part)
+    with pytest.raises(EyasError, match=r"a\.parquet is not a whole file of samples"):
+        list(_samples(run, None))
+    assert "1 sample files are harvested again" in Committed(run, SETTINGS.decode(), [3]).recover()[0]
+    assert not part.exists()
 
 
 def test_the_estimate_passes_over_an_unreadable_part(tmp_path: Path) -> None:

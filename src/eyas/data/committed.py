@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from eyas.data.checks import EXACT, Difference, Tolerance
-from eyas.data.parts import shard_of
+from eyas.data.parts import read_part, shard_of, write_part
 from eyas.data.schema import DROPPED, HARVESTED, answer_number, part_files
 from eyas.data.wanted import REPETITIVE, Wanted
 from eyas.errors import EyasError
@@ -34,7 +33,7 @@ class Committed:
         """the widest tolerance that a committed sample was proven with"""
         self._where: dict[str, int] = {}
         self._answers: Recent[Path, pa.Table] = Recent(
-            lambda p: pq.read_table(p, columns=["token_ids", "prompt_length", "finish_reason", "looped", "split"]), 16
+            lambda p: read_part(p, ["token_ids", "prompt_length", "finish_reason", "looped", "split"]), 16
         )
 
     def __contains__(self, id_: object) -> bool:
@@ -81,9 +80,9 @@ class Committed:
         Returns why it cannot be used, and how many samples that are (0: not known).
         """
         try:
-            table = pq.read_table(part)
-        except (pa.ArrowException, OSError) as e:
-            return f"{part.name} cannot be read ({e})", 0
+            table = read_part(part)
+        except EyasError as e:
+            return e.message, 0
         meta = table.schema.metadata or {}
         if not table.schema.remove_metadata().equals(HARVESTED):
             return "their columns are another version's", len(table)
@@ -117,7 +116,7 @@ class Committed:
         ends: dict[tuple[str, int], int] = {}
         columns = ["id", "conversation", "turn", "finish_reason", "looped", "index"]
         for part in self.parts:
-            for row in pq.read_table(part, columns=columns).to_pylist():
+            for row in read_part(part, columns).to_pylist():
                 unwanted = wanted.why_not(row["finish_reason"], row["looped"]) is not None
                 if unwanted or row["index"] < 0:
                     chain = (row["conversation"], answer_number(row["id"]))
@@ -125,7 +124,7 @@ class Committed:
         removed = 0
         old, self.parts, self._where = self.parts, [], {}
         for part in old:
-            table = pq.read_table(part)
+            table = read_part(part)
             keys = ["id", "conversation", "turn", "finish_reason", "looped", "index"]
             want: list[str] = []
             for row in table.select(keys).to_pylist():
@@ -143,7 +142,7 @@ class Committed:
                 table = table.set_column(column, HARVESTED.field("split"), pa.array(want, pa.string()))
                 table = table.filter(pa.array([w != "" for w in want]))
                 with written_aside(part) as aside:
-                    pq.write_table(table, aside)
+                    write_part(table, aside)
             self.parts.append(part)
             self._index(table["id"].to_pylist())
         return removed
@@ -155,7 +154,7 @@ class Committed:
         schema = HARVESTED.with_metadata({_SETTINGS: self.settings.encode(), _PROOF: proven})
         path = self.run.samples / f"{stem}.parquet"
         with written_aside(path) as aside:
-            pq.write_table(pa.Table.from_pylist(rows, schema=schema), aside)
+            write_part(pa.Table.from_pylist(rows, schema=schema), aside)
         return path
 
     def add(self, part: Path, ids: Iterable[str], proof: Difference, allowed: Tolerance) -> None:
@@ -174,7 +173,7 @@ class Committed:
     def columns(self, names: list[str]) -> Iterator[pa.Table]:
         """These columns of every part, one part at a time."""
         for part in self.parts:
-            yield pq.read_table(part, columns=names)
+            yield read_part(part, names)
 
     def _allow(self, allowed: Tolerance) -> None:
         self.allowed = max(self.allowed, allowed, key=lambda t: t.worst)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
+from eyas.data.parts import part_batches
 from eyas.data.schema import DROPPED, part_files
 from eyas.errors import EyasError, InputError
 from eyas.files import file_fingerprint, read_json, write_json, written_aside
@@ -107,7 +107,7 @@ def load_vocab(run: RunDir) -> Vocab:
 
 def _supervised(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     """(split, supervised token ids) of each sample, a bounded number of rows in memory."""
-    for batch in pq.ParquetFile(path).iter_batches(ROWS_AT_ONCE, columns=["split", "token_ids", "loss_mask"]):
+    for batch in part_batches(path, ["split", "token_ids", "loss_mask"], ROWS_AT_ONCE):
         splits, ids, masks = (batch.column(i) for i in range(3))
         for i in range(batch.num_rows):
             if splits[i].as_py() == DROPPED:

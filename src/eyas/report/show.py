@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.text import Text
 
+from eyas.data.parts import part_batches
 from eyas.data.schema import part_files
 from eyas.errors import InputError
 from eyas.rundir import RunDir
@@ -98,12 +98,11 @@ def _samples(run: RunDir, id_: str | None) -> Iterator[Shown]:
 
 def _rows(path: Any, columns: list[str], id_: str | None) -> Iterator[dict[str, Any]]:
     """Rows of one file, one row group at a time; `id_` also matches the conversation of a sample."""
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=256, columns=columns):
-            if id_ is not None:
-                names = batch.column("id").to_pylist()
-                batch = batch.filter(pa.array([n == id_ or n.split("/")[0] == id_.split("/")[0] for n in names]))
-            for row in batch.to_pylist():
-                full = row["id"] if "/" in row["id"] else f"{row['id']}/{row['turn']}"
-                if id_ is None or full == id_ or row["id"].split("/")[0] == id_:
-                    yield row
+    for batch in part_batches(path, columns, 256):
+        if id_ is not None:
+            names = batch.column("id").to_pylist()
+            batch = batch.filter(pa.array([n == id_ or n.split("/")[0] == id_.split("/")[0] for n in names]))
+        for row in batch.to_pylist():
+            full = row["id"] if "/" in row["id"] else f"{row['id']}/{row['turn']}"
+            if id_ is None or full == id_ or row["id"].split("/")[0] == id_:
+                yield row

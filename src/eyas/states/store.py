@@ -3,13 +3,12 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
+from eyas.data.parts import AGAIN, read_part
 from eyas.data.schema import DROPPED, part_files
 from eyas.errors import EyasError, InputError, ProofError
 from eyas.rundir import RunDir
@@ -95,9 +94,7 @@ class HarvestStore:
         self.run = run
         self.parts = part_files(run.samples)
         self._shard: Recent[str, Shard] = Recent(lambda name: Shard(run.states / name), OPEN_SHARDS)
-        self._table: Recent[int, pa.Table] = Recent(
-            lambda part: pq.read_table(self.parts[part], columns=_HEAVY, memory_map=False), OPEN_PARTS
-        )
+        self._table: Recent[int, pa.Table] = Recent(lambda part: read_part(self.parts[part], _HEAVY), OPEN_PARTS)
 
     def samples(self, split: str | None = None) -> list[SampleRef]:
         """References of one split ("train", "holdout") or of all, in file order. Raises InputError before a harvest."""
@@ -132,7 +129,7 @@ class HarvestStore:
             raise EyasError(
                 f"{self.parts[ref.part]}, row {ref.row} ({ref.id}): {len(ids)} tokens, {len(mask)} mask entries, "
                 f"{len(logprobs)} log probabilities for {ref.rows} rows and {ref.supervised} supervised tokens",
-                fix="delete that file and harvest again",
+                fix=AGAIN,
             )
         return Tokens(
             ref.id,
@@ -149,11 +146,7 @@ class HarvestStore:
                     yield self.tokens(ref)
 
     def _refs(self, part: int) -> Iterator[SampleRef]:
-        path: Path = self.parts[part]
-        try:
-            columns = pq.read_table(path, columns=_LIGHT).to_pydict()
-        except (pa.ArrowException, OSError, KeyError) as e:
-            raise EyasError(f"{path} is not a whole file of samples: {e}", fix="delete it and harvest again") from None
+        columns = read_part(self.parts[part], _LIGHT).to_pydict()
         values = zip(*(columns[name] for name in _LIGHT), strict=True)
         for row, (id_, split, prompt, supervised, rows, shard, index) in enumerate(values):
             if split != DROPPED:
