@@ -85,10 +85,10 @@ CASES = [
         masks.SPLIT,
     ),
     (
-        "deepseek_r1",  # the open think block of the generation prompt is in no rendering: nothing of it is supervised
+        "deepseek_r1",  # the open think block of the generation prompt is in no rendering, but it is served
         TWO,
-        ["<|begin|><|User|>hi<|Assistant|>«yes<|end|>»",
-         "<|begin|><|User|>hi<|Assistant|>yes<|end|><|User|>and<|Assistant|>«no<|end|>»"],
+        ["<|begin|><|User|>hi<|Assistant|><think>\n«yes<|end|>»",
+         "<|begin|><|User|>hi<|Assistant|>yes<|end|><|User|>and<|Assistant|><think>\n«no<|end|>»"],
         masks.INEXACT,
     ),
     (

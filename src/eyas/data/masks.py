@@ -1,23 +1,28 @@
 """Which tokens of a kept conversation the target would have produced, from renderings of whole prefixes.
 
-An assistant turn i is what `render(messages[: i + 1])` adds to `render(messages[:i], generation prompt)`, up to and
-including its stop token. No text is searched and no offset is used, so any template and tokenizer will do. Where the
-rendering of a prefix is not a prefix of the whole rendering (thinking stripped from history, empty think blocks put
-in), one sample cannot hold every turn as it was served: each assistant turn becomes a sample with its own prefix.
+Each assistant turn is a prompt as served and an answer (`turns.py`). Where every turn's ids begin the rendering of the
+whole conversation, one sample holds them all. Where they do not (thinking stripped from history, empty think blocks
+put in, tokens merged across the generation prompt), each assistant turn becomes a sample with its own prompt.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eyas.data.render import Renderer
+from eyas.data.render import TOOLS_IGNORED, Renderer
 from eyas.data.shapes import Conversation, RowError
+from eyas.data.turns import Turn, served_turn
 
 WHOLE = "conversations in one sample"
 SPLIT = "conversations in one sample per assistant turn (the template rewrites history)"
-INEXACT = "turns whose generation prompt the template drops again (their first tokens are not as served)"
+SPLIT_MERGED = "conversations in one sample per assistant turn (the tokenizer merges answers with what is before them)"
+INEXACT = "turns whose generation prompt the template drops again (prompt as served, answer as written)"
+MERGED = "turns whose first token the tokenizer would merge with the generation prompt (tokenized apart, as served)"
+UNTHOUGHT = "turns whose thinking the template does not render (trained on without it)"
 NO_STOP = "turns without a stop token in the template's rendering"
 CUT = "conversations cut at a turn to fit data.max_length"
 LONG_TURN = "turns left out because they are longer than data.max_length"
+LEFT_OUT = "turns left out: "
 
 
 @dataclass(frozen=True)
@@ -29,15 +34,8 @@ class Kept:
     mask: list[bool]
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """Prefix ids, ids after the turn, and where the supervised tokens begin and end in the latter."""
-
-    ids: list[int]
-    begin: int
-    end: int
-    exact: bool
-    stopped: bool
+_Numbered = tuple[int, Turn, int | None]
+"""the turn's number, the turn, and the stop token that the next message's header would be"""
 
 
 def kept_samples(render: Renderer, conversation: Conversation, max_length: int, notes: Counter[str]) -> list[Kept]:
@@ -47,66 +45,83 @@ def kept_samples(render: Renderer, conversation: Conversation, max_length: int, 
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and users and i > users[0]]
     if not answers:
         raise RowError("no answer to keep", "the assistant speaks only before the first user turn")
+    turns: list[_Numbered] = []
+    refused: list[RowError] = []
+    for number, i in enumerate(answers):
+        try:
+            turn = served_turn(render, messages[:i], messages[i], tools)
+            turns.append((number, turn, render.closing_stop(messages[i])))
+        except RowError as e:
+            refused.append(e)
+    if not turns:
+        raise refused[0]
     whole = render.whole(messages, tools)
-    turns = []
-    for i in answers:
-        after = whole if i == len(messages) - 1 else render.whole(messages[: i + 1], tools)
-        turns.append(_turn(render, render.prompt(messages[:i], tools), after))
-    if all(t.exact and whole[: len(t.ids)] == t.ids for t in turns):
+    if all(whole[: len(t.prompt) + len(t.answer)] == t.ids for _, t, _ in turns):
         samples = _in_one(render, whole, turns, max_length, notes)
+        notes[WHOLE] += bool(samples)
     else:
-        samples = _one_each(render, turns, max_length, notes)
+        samples = _one_each(turns, max_length, notes)
+        notes[_why_split(turns, len(answers))] += bool(samples)
     if not samples:
         raise RowError("longer than data.max_length", f"{len(whole)} tokens, at most {max_length}")
     if not any(a and b for s in samples for a, b in zip(s.mask, s.mask[1:], strict=False)):
         raise RowError("empty answer", "fewer than two supervised tokens")
+    notes.update(LEFT_OUT + error.reason for error in refused)
+    notes[TOOLS_IGNORED] += render.ignores(messages[: answers[0]], tools)
     return samples
 
 
-def _turn(render: Renderer, before: list[int], after: list[int]) -> _Turn:
-    begin = next(
-        (k for k, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
-    )
-    end = max((k + 1 for k in range(begin, len(after)) if after[k] in render.stop_ids), default=None)
-    return _Turn(after, begin, len(after) if end is None else end, begin == len(before), end is not None)
-
-
-def _in_one(render: Renderer, whole: list[int], turns: list[_Turn], max_length: int, notes: Counter[str]) -> list[Kept]:
+def _in_one(
+    render: Renderer, whole: list[int], turns: Sequence[_Numbered], max_length: int, notes: Counter[str]
+) -> list[Kept]:
     mask = [False] * len(whole)
-    length, last = 0, turns[0]
     ids = list(whole)
-    for turn in turns:
-        end = turn.end
-        if not turn.stopped and render.closing_stop is not None:
-            if end == len(ids):
-                ids.append(render.closing_stop)
+    length, last = 0, turns[0]
+    for numbered in turns:
+        _, turn, closing = numbered
+        begin, end = len(turn.prompt), len(turn.prompt) + len(turn.answer)
+        stopped = turn.stopped
+        if not stopped:
+            if end == len(ids) and closing is not None:
+                ids.append(closing)
                 mask.append(False)
-            if ids[end] == render.closing_stop:  # the next turn's header is this turn's stop token
-                end += 1
+            # the next turn's header may be this turn's stop token
+            stopped = end < len(ids) and ids[end] in render.stop_ids
+            end += stopped
         if end > max_length:
             break
-        mask[turn.begin : end] = [True] * (end - turn.begin)
-        notes[NO_STOP] += not turn.stopped and end == turn.end
-        length, last = end, turn
-    if length == 0:
-        return []
-    notes[WHOLE] += 1
-    notes[CUT] += last is not turns[-1]
-    return [Kept(0, ids[:length], mask[:length])]
+        mask[begin:end] = [True] * (end - begin)
+        _count(turn, stopped, notes)
+        length, last = end, numbered
+    notes[CUT] += length > 0 and last is not turns[-1]
+    return [Kept(0, ids[:length], mask[:length])] if length else []
 
 
-def _one_each(render: Renderer, turns: list[_Turn], max_length: int, notes: Counter[str]) -> list[Kept]:
+def _one_each(turns: Sequence[_Numbered], max_length: int, notes: Counter[str]) -> list[Kept]:
     samples = []
-    for number, turn in enumerate(turns):
-        ids = turn.ids[: turn.end]
-        closed = turn.stopped
-        if not closed and render.closing_stop is not None:
-            ids, closed = [*ids, render.closing_stop], True
+    for number, turn, closing in turns:
+        ids, stopped = turn.ids, turn.stopped
+        if not stopped and closing is not None:
+            ids, stopped = [*ids, closing], True
         if len(ids) > max_length:
             notes[LONG_TURN] += 1
             continue
-        notes[INEXACT] += not turn.exact
-        notes[NO_STOP] += not closed
-        samples.append(Kept(number, ids, [False] * turn.begin + [True] * (len(ids) - turn.begin)))
-    notes[SPLIT] += bool(samples)
+        _count(turn, stopped, notes)
+        begin = len(turn.prompt)
+        samples.append(Kept(number, ids, [False] * begin + [True] * (len(ids) - begin)))
     return samples
+
+
+def _count(turn: Turn, stopped: bool, notes: Counter[str]) -> None:
+    notes[INEXACT] += turn.how == "dropped"
+    notes[MERGED] += turn.how == "apart"
+    notes[UNTHOUGHT] += turn.unthought
+    notes[NO_STOP] += not stopped
+
+
+def _why_split(turns: Sequence[_Numbered], answers: int) -> str:
+    if answers == 1:
+        return WHOLE
+    if any(t.how == "apart" for _, t, _ in turns) and all(t.how in ("as served", "apart") for _, t, _ in turns):
+        return SPLIT_MERGED
+    return SPLIT
