@@ -79,7 +79,15 @@ def test_config_of_another_width(tmp_path: Path) -> None:
 def test_config_with_more_layers(tmp_path: Path) -> None:
     fixtures.llama(tmp_path)
     edit_config(tmp_path, lambda c: c.update(num_hidden_layers=LAYERS + 1))
-    refused(tmp_path, f"no module owns decoder layers 0 to {LAYERS}")
+    refused(tmp_path, "num_hidden_layers 4, the weights hold only layer 0 to 2 (model.layers.*)")
+    edit_config(tmp_path, lambda c: c.update(num_hidden_layers=10**9))
+    refused(tmp_path, "num_hidden_layers 1000000000, the weights hold only layer 0 to 2")
+
+
+def test_config_with_fewer_layers(tmp_path: Path) -> None:
+    fixtures.llama(tmp_path)
+    edit_config(tmp_path, lambda c: c.update(num_hidden_layers=LAYERS - 1))
+    assert "the checkpoint has also layer 2" in resolve_target(str(tmp_path)).notes[0]
 
 
 # 2. Embedding, head and final norm

@@ -7,6 +7,7 @@ from eyas.target.attention import attention_facts
 from eyas.target.config_json import TargetConfig, read_config
 from eyas.target.conventions import conventions
 from eyas.target.info import TargetInfo, TensorRef
+from eyas.target.layers import check_layers
 from eyas.target.library_defaults import causal_lm_class, library_defaults
 from eyas.target.locate import locate
 from eyas.target.quantization import find_quantization, packing_hints
@@ -42,6 +43,7 @@ def resolve_target(path_or_id: str, *, remote_code: bool = False) -> TargetInfo:
     vocab = roles.embedding.shape[0]
     notes += _vocab_notes(config, vocab)
     attention = attention_facts(config, hidden)
+    notes += check_layers(config, checkpoint, roles.trunk, layers, attention.layer_types)
     logits = conventions(config, hidden)
     rope, contradictions = rope_parameters(config)
     notes += contradictions

@@ -22,7 +22,7 @@ RARE_NORMS = ("embedding_norm", "layer_norm")
 _OTHER = re.compile(
     r"(^|[._])(vision|visual|vit|image|audio|speech|talker|code2wav|code_predictor|mtp|eagle|draft)([._]|$)"
 )
-_LAYER = re.compile(r"^(.*?)(layers|h|blocks|block|layer)\.(\d+)\.")
+LAYER = re.compile(r"^(.*?)(layers|h|blocks|block|layer)\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,22 @@ def find_roles(checkpoint: Checkpoint, *, hidden: int, layers: int, hints: Hints
     candidates when one role has none or several.
     """
     hints = hints or Hints()
-    trunks = _trunks(checkpoint, layers)
+    numbers = _layer_numbers(checkpoint)
+    trunks = [prefix for prefix, found in numbers.items() if _owns(found, layers)]
     fits: list[tuple[str, list[TensorRef]]] = []
+
+    def embeddings(trunk: str) -> list[TensorRef]:
+        wide = lambda ref: len(ref.shape) == 2 and ref.shape[1] == hidden  # noqa: E731
+        return _nearest(checkpoint, hints, _ancestors(trunk), EMBEDDINGS, wide)
+
     for trunk in trunks:
-        found = _nearest(
-            checkpoint, hints, _ancestors(trunk), EMBEDDINGS, lambda ref: len(ref.shape) == 2 and ref.shape[1] == hidden
-        )
-        if found:
+        if found := embeddings(trunk):
             fits.append((trunk, found))
     if len(fits) > 1:
         fits = [fit for fit in fits if not _OTHER.search(fit[0])] or fits
     if not fits:
-        raise _nothing("embedding", f"[vocabulary, {hidden}]", EMBEDDINGS, checkpoint, trunks, layers)
+        _refuse_fewer_layers(checkpoint, {p: n for p, n in numbers.items() if embeddings(p)}, layers)
+        raise _nothing("embedding", f"[vocabulary, {hidden}]", EMBEDDINGS, checkpoint, trunks)
     if len(fits) > 1 or len(fits[0][1]) > 1:
         raise _several("embedding", [ref for _, refs in fits for ref in refs], checkpoint)
     trunk, (embedding,) = fits[0]
@@ -64,7 +68,7 @@ def find_roles(checkpoint: Checkpoint, *, hidden: int, layers: int, hints: Hints
     norms = _nearest(checkpoint, hints, places, NORMS, lambda ref: ref.shape == (hidden,))
     norms = norms or _nearest(checkpoint, hints, places, RARE_NORMS, lambda ref: ref.shape == (hidden,))
     if not norms:
-        raise _nothing("final norm", f"[{hidden}]", NORMS, checkpoint, [trunk], layers)
+        raise _nothing("final norm", f"[{hidden}]", NORMS, checkpoint, [trunk])
     if len(norms) > 1:
         raise _several("final norm", norms, checkpoint)
     head = _find_head(checkpoint, hints, trunk, embedding)
@@ -119,15 +123,30 @@ def _weights(checkpoint: Checkpoint, hints: Hints, owner: str, names: Iterable[s
     return [ref for ref in refs if ref is not None]
 
 
-def _trunks(checkpoint: Checkpoint, layers: int) -> list[str]:
-    """Prefixes that own at least the layers 0..layers-1 (more: next-token-prediction layers follow)."""
-    numbers: dict[str, set[str]] = defaultdict(set)
+def _layer_numbers(checkpoint: Checkpoint) -> dict[str, set[int]]:
+    """The layers below each prefix that has any."""
+    numbers: dict[str, set[int]] = defaultdict(set)
     for name in checkpoint.file_of:
-        match = _LAYER.match(name)
+        match = LAYER.match(name)
         if match:
-            numbers[match[1]].add(match[3])
-    wanted = {str(k) for k in range(layers)}
-    return [prefix for prefix, found in numbers.items() if found >= wanted]
+            numbers[match[1]].add(int(match[3]))
+    return numbers
+
+
+def _owns(numbers: set[int], layers: int) -> bool:
+    """All of 0..layers-1 (more: next-token-prediction layers follow); `layers` may be a nonsense of any size."""
+    return len(numbers) >= layers and sum(number < layers for number in numbers) == layers
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """`0 to 2, 4`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _ancestors(trunk: str) -> list[str]:
@@ -157,21 +176,34 @@ def _last_parts(names: Iterable[str]) -> frozenset[str]:
     return frozenset(name.rpartition(".")[2] for name in names)
 
 
-def _nothing(
-    role: str, shape: str, names: tuple[str, ...], checkpoint: Checkpoint, trunks: list[str], layers: int
-) -> InputError:
+def _nothing(role: str, shape: str, names: tuple[str, ...], checkpoint: Checkpoint, trunks: list[str]) -> InputError:
     leaves = _last_parts(names)
     like = [
         name
         for name in checkpoint.file_of
-        if not _LAYER.match(name) and any(part in leaves for part in name.split(".")[-2:-1])
+        if not LAYER.match(name) and any(part in leaves for part in name.split(".")[-2:-1])
     ]
     shown = ", ".join(f"{name} {list(checkpoint.ref(name).shape)}" for name in sorted(like)[:8]) or "none"
     where = f"beside the decoder layers ({', '.join(repr(t) for t in trunks)})" if trunks else "anywhere"
     text = f"{checkpoint.path}: no {role} of shape {shape} {where}; tensors with such a name: {shown}"
     if not trunks:
-        text += f"; no module owns decoder layers 0 to {layers - 1}"
+        text += "; no module has decoder layers"
     return InputError(text, fix="check that the checkpoint is complete and that config.json belongs to it")
+
+
+def _refuse_fewer_layers(checkpoint: Checkpoint, found: dict[str, set[int]], layers: int) -> None:
+    """Where an embedding fits, but the decoder layers beside it are not all there."""
+    found = {prefix: numbers for prefix, numbers in found.items() if not _OTHER.search(prefix)} or found
+    if not found:
+        return
+    trunk, numbers = max(found.items(), key=lambda item: len(item[1]))
+    name = next(match[0] for key in checkpoint.file_of if (match := LAYER.match(key)) and match[1] == trunk)
+    place = name.removesuffix(f"{name.split('.')[-2]}.")
+    raise InputError(
+        f"{checkpoint.path}: config.json says num_hidden_layers {layers}, the weights hold only layer "
+        f"{number_ranges(numbers)} ({place}*)",
+        fix="complete the checkpoint, or correct num_hidden_layers",
+    )
 
 
 def _several(role: str, refs: list[TensorRef], checkpoint: Checkpoint) -> InputError:
