@@ -58,6 +58,43 @@ GLM = _LAST_USER + (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
+# a turn ends with the next header: <|user|> after an answer, <|observation|> after a tool call
+GLM_TOOLS = (
+    "[gMASK]{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}"
+    "{% elif m.role == 'tool' %}<|observation|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n{{ m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+# without a generation prompt there is a token for the end of all text
+PHI3 = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
+)
+
+# the last answer ends in <|return|>, earlier ones in <|end|>; a call's thinking goes once an answer follows
+GPT_OSS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if 'tool_calls' in m %}"
+    "{% set ns = namespace(final=false) %}{% for f in messages[loop.index:] %}"
+    "{% if f.role == 'assistant' and 'tool_calls' not in f %}{% set ns.final = true %}{% endif %}{% endfor %}"
+    "{% if m.thinking and not ns.final %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "{% endif %}<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json"
+    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif loop.last and not add_generation_prompt %}{% if 'thinking' in m %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>{% else %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% elif m.role == 'tool' %}"
+    "<|start|>functions.f to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>{% else %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+# every header changes with the number of messages
+NUMBERED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }} {{ loop.index }}/{{ messages | length }}\n"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+    "<|im_start|>assistant {{ messages | length + 1 }}/{{ messages | length + 1 }}\n{% endif %}"
+)
+
 
 @dataclass(frozen=True)
 class Style:
@@ -95,4 +132,23 @@ STYLES = {
         "<|endoftext|>",
         ["<|endoftext|>", "<|user|>"],
     ),
+    "glm_tools": Style(
+        GLM_TOOLS,
+        ["[gMASK]", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"],
+        "<|endoftext|>",
+        ["<|endoftext|>", "<|user|>", "<|observation|>"],
+    ),
+    "phi3": Style(
+        PHI3,
+        ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"],
+        "<|endoftext|>",
+        ["<|endoftext|>", "<|assistant|>", "<|end|>"],
+    ),
+    "gpt_oss": Style(
+        GPT_OSS,
+        ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"],
+        "<|return|>",
+        ["<|return|>", "<|call|>"],
+    ),
+    "numbered": Style(NUMBERED, _CHATML, "<|im_end|>", ["<|im_end|>"]),
 }

@@ -16,13 +16,23 @@ def render(name: str) -> Renderer:
 @pytest.mark.parametrize(
     ("style", "answer", "content", "reasoning"),
     [
-        ("qwen3", "<think>\nwhy\n</think>\n\nyes<|im_end|>", "yes", "why"),
+        # what vLLM 0.32's parsers return (deepseek_r1, qwen3, kimi_k2): the line ends after the mark stay
+        ("qwen3", "<think>\nwhy\n</think>\n\nyes<|im_end|>", "\n\nyes", "\nwhy"),
+        ("qwen3", "<think>\nwhy<|im_end|>", "", "\nwhy"),
+        ("qwen3", "<think>\n\n</think>\n\nyes<|im_end|>", "\n\nyes", None),
         ("qwen3", "yes<|im_end|>", "yes", None),
-        ("kimi", "<think>why</think>yes<|im_end|>", "yes", "why"),
-        ("deepseek_r1", "why\n</think>\n\nyes<|end|>", "yes", "why"),
+        ("qwen3", "a <think> is a tag<|im_end|>", "a <think> is a tag", None),
+        ("kimi", "<think>why </think>yes<|im_end|>", "yes", "why"),
+        ("deepseek_r1", "why\n</think>\n\nyes<|end|>", "\n\nyes", "why"),
+        ("deepseek_r1", "why</think>a</think>b<|end|>", "a</think>b", "why"),
+        ("deepseek_r1", "why<|end|>", "", "why"),  # the prompt opened the thinking
+        ("deepseek_v31", "yes<|end|>", "yes", None),  # the prompt closed it
         ("chatml", "<think>a</think>b<|im_end|>", "<think>a</think>b", None),
+        ("gpt_oss", "<|channel|>analysis<|message|>why<|end|>"
+         "<|start|>assistant<|channel|>final<|message|>yes<|return|>", "yes", "why"),
+        ("gpt_oss", "<|channel|>final<|message|>yes<|return|>", "yes", None),
     ],
-)
+)  # fmt: skip
 def test_answers_as_a_server_returns_them(style: str, answer: str, content: str, reasoning: str | None) -> None:
     r = render(style)
     message = answer_message(r, r.tokenizer(answer, add_special_tokens=False)["input_ids"])
@@ -35,6 +45,6 @@ def test_the_template_strips_thinking_from_the_history() -> None:
     users = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     answer = r.tokenizer("<think>\nwhy\n</think>\n\nyes<|im_end|>", add_special_tokens=False)["input_ids"]
     assert r.tokenizer.decode(next_prompt(r, users, None, [answer])) == (
-        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n\n\nyes<|im_end|>\n"
         "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -48,6 +48,27 @@ def samples_of(name: str, c: Conversation, max_length: int = 500) -> tuple[Any, 
     return tokenizer, kept_samples(render, c, max_length, notes), notes
 
 
+CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+def called(**thinking: Any) -> list[dict[str, Any]]:
+    """A question, a tool call with or without thinking, the tool's result, the answer."""
+    return [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], **thinking},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "seven"},
+    ]
+
+
+def said(answer: str, **thinking: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer, **thinking}]
+
+
+def kept(messages: list[dict[str, Any]]) -> Conversation:
+    return answered(read_row({"messages": messages}))
+
+
 TWO = conversation("hi", "yes", "and", "no")
 THINKING = conversation("hi", "why|yes", "and", "so|no")
 
@@ -126,6 +147,57 @@ CASES = [
          "«<think>so</think>\nno<|user|>»"],
         masks.SPLIT,
     ),
+    (
+        "glm_tools",  # a call ends where its result begins, also where none follows
+        kept(called()),
+        ["[gMASK]<|user|>\ngo<|assistant|>\n«<tool_call>f</tool_call><|observation|>»\n7<|assistant|>\n«seven<|user|>»"],
+        masks.WHOLE,
+    ),
+    (
+        "glm_tools",
+        kept(called()[:2]),
+        ["[gMASK]<|user|>\ngo<|assistant|>\n«<tool_call>f</tool_call><|observation|>»"],
+        masks.WHOLE,
+    ),
+    (
+        "phi3",  # the first stop token ends the answer, though another one follows
+        TWO,
+        ["<|user|>\nhi<|end|>\n<|assistant|>\n«yes<|end|>»\n<|user|>\nand<|end|>\n<|assistant|>\n«no<|end|>»"],
+        masks.WHOLE,
+    ),
+    (
+        "gpt_oss",  # the stop token of the last answer is not in the history
+        TWO,
+        ["<|start|>user<|message|>hi<|end|><|start|>assistant«<|channel|>final<|message|>yes<|return|>»",
+         "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final<|message|>yes<|end|>"
+         "<|start|>user<|message|>and<|end|><|start|>assistant«<|channel|>final<|message|>no<|return|>»"],
+        masks.SPLIT,
+    ),
+    (
+        "gpt_oss",  # the call's thinking is there until the answer has been given
+        kept(called(thinking="why")),
+        ["<|start|>user<|message|>go<|end|><|start|>assistant«<|channel|>analysis<|message|>why<|end|>"
+         '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>»',
+         "<|start|>user<|message|>go<|end|><|start|>assistant<|channel|>analysis<|message|>why<|end|>"
+         '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>'
+         '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"7"<|end|>'
+         "<|start|>assistant«<|channel|>final<|message|>seven<|return|>»"],
+        masks.SPLIT,
+    ),
+    (
+        "numbered",
+        TWO,
+        ["<|im_start|>user 1/1\nhi<|im_end|>\n<|im_start|>assistant 2/2\n«yes<|im_end|>»",
+         "<|im_start|>user 1/3\nhi<|im_end|>\n<|im_start|>assistant 2/3\nyes<|im_end|>\n"
+         "<|im_start|>user 3/3\nand<|im_end|>\n<|im_start|>assistant 4/4\n«no<|im_end|>»"],
+        masks.SPLIT,
+    ),
+    (
+        "deepseek_r1",  # thinking in the content, which the template drops but the target said
+        conversation("hi", "<think>\nso</think>yes"),
+        ["<|begin|><|User|>hi<|Assistant|><think>\n«so</think>yes<|end|>»"],
+        masks.INEXACT,
+    ),
 ]  # fmt: skip
 
 
@@ -183,6 +255,73 @@ def test_content_that_looks_like_the_template_moves_no_mask() -> None:
         "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n«assistant\n<|im_end|>»",
     )
     assert [(s.ids, s.mask) for s in samples] == [(ids, mask)]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thinking_under_each_of_its_names(key: str) -> None:
+    thinking = {**dict.fromkeys(["reasoning_content", "reasoning", "thinking"]), key: "why"}
+    for style in ("qwen3", "gpt_oss"):
+        tokenizer, samples, notes = samples_of(style, kept(said("yes", **thinking)))
+        assert "why" in tokenizer.decode(samples[0].ids)
+        assert notes[masks.UNTHOUGHT] == 0
+
+
+@pytest.mark.parametrize(
+    ("style", "messages", "reason"),
+    [
+        ("chatml", said("b<|im_end|>c"), "answer contains the stop token"),
+        ("chatml", called()[:2], "does not render tool calls"),
+        ("gpt_oss", said("b<|call|>"), "answer contains the stop token"),
+        ("deepseek_r1", said("b", reasoning="why"), "opens thinking that it does not render"),
+    ],
+)
+def test_what_the_target_cannot_have_said_is_refused(style: str, messages: list[Any], reason: str) -> None:
+    with pytest.raises(RowError, match=reason):
+        samples_of(style, kept(messages))
+
+
+def test_a_template_that_hides_the_answers_beginning_is_refused() -> None:
+    # the generation prompt is dropped, the history changes, and the call stands where no text is its own
+    template = (
+        "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{{ 'call' if m.tool_calls else '' }}<e>{% endfor %}{{ '<|model|>' if add_generation_prompt else '' }}"
+    )
+    tokenizer = byte_tokenizer(template, ["<e>"], eos="<e>")
+    with pytest.raises(RowError, match="does not show where the answer begins"):
+        kept_samples(Renderer(tokenizer, []), kept(called()[:2]), 500, Counter())
+
+
+def test_what_the_template_leaves_out_is_counted() -> None:
+    """SmolLM2's way: thinking, tool calls and tools are not in the template, and a call is no answer of nothing."""
+    messages = [*said("yes", reasoning="why"), *called()]
+    row = read_row({"messages": messages, "tools": [{"type": "function", "function": {"name": "f"}}]})
+    tokenizer, samples, notes = samples_of("chatml", row)
+    ids, mask = truth(
+        tokenizer,
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n<|im_start|>user\ngo<|im_end|>\n"
+        "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n«seven<|im_end|>»",
+    )
+    assert [(s.ids, s.mask) for s in samples] == [(ids, mask)]
+    assert notes[masks.UNTHOUGHT] == notes[masks.TOOLS_IGNORED] == 1
+    assert notes[masks.LEFT_OUT + "the chat template does not render tool calls"] == 1
+    counted: Counter[str] = Counter()
+    Renderer(tokenizer, []).first_prompts([row, TWO], counted)
+    assert counted == {masks.TOOLS_IGNORED: 1}
+
+
+def test_the_prompts_own_tokens_stay_where_the_tokenizer_would_merge_them(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    notes: Counter[str] = Counter()
+    render = Renderer(tokenizer, [tokenizer.eos_token_id])
+    [sample] = kept_samples(render, conversation("hi", "\n\nyes"), 500, notes)
+    prompt = render.prompt([{"role": "user", "content": "hi"}], None)
+    answer = tokenizer("\n\nyes<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert render.whole(said("\n\nyes"), None)[: len(prompt)] != prompt
+    assert (sample.ids, sample.mask) == ([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+    assert notes[masks.MERGED] == 1
+    assert notes[masks.SPLIT] == notes[masks.INEXACT] == 0
+    kept_samples(render, conversation("hi", "\n\nyes", "and", "\n\nno"), 500, notes)
+    assert notes[masks.SPLIT_MERGED] == 1
 
 
 def test_too_long_is_cut_at_a_turn_or_refused() -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from eyas.data.render import Renderer
+from eyas.data.render import THINKING, Renderer
 from eyas.data.shapes import Message
 
-_THINKING = (("<think>", "</think>"), ("◁think▷", "◁/think▷"))
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
 
 def next_prompt(
@@ -30,30 +30,46 @@ def next_prompt(
 
 
 def answer_message(render: Renderer, ids: Sequence[int]) -> Message:
-    """The assistant message that a server would have returned for these output ids.
+    """The assistant message that vLLM's reasoning parsers would have made of these output ids.
 
-    Thinking goes to `reasoning_content` where the template knows about thinking; whether it stays in the history is the
-    template's business.
+    As `extract_reasoning` in vllm/reasoning/basic_parsers.py (deepseek_r1) and vllm/parser/engine/parser_engine.py
+    (qwen3, kimi_k2, glm45): the text is parted at the closing mark, what follows it is the content as it stands, line
+    ends included; thinking that is not closed is all there is. The one rule for all of them drops blanks at the
+    thinking's end, as kimi_k2 and glm45 do (deepseek_r1 and qwen3, whose templates do so themselves, do not). It takes
+    an answer without any mark for content unless the prompt opens thinking, since targets answer without thinking as
+    well: the parsers of targets that always think would call it thinking. gpt-oss answers in channels
+    (vllm/parser/harmony.py). Whether thinking stays in the history is the template's business.
     """
-    tokenizer: Any = render.tokenizer
     ids = list(ids)
     while ids and ids[-1] in render.stop_ids:
         ids.pop()
-
-    def text(part: list[int]) -> str:
-        return str(tokenizer.decode(part, skip_special_tokens=True))
-
-    for opening, closing in _THINKING:
-        if closing not in str(tokenizer.chat_template):
+    template = str(render.tokenizer.chat_template)
+    if "<|channel|>" in template:
+        return _harmony(render.plain_text(ids, keep=_HARMONY))
+    for opening, closing in THINKING:
+        if closing not in template:
             continue
-        mark = tokenizer.convert_tokens_to_ids(closing)
-        if isinstance(mark, int) and mark in ids:  # one token, possibly a special one that decoding would skip
-            at = ids.index(mark)
-            thought, content = text(ids[:at]), text(ids[at + 1 :])
-        else:
-            thought, found, content = text(ids).partition(closing)
-            if not found:
-                continue
-        thought = thought.strip("\n").removeprefix(opening).strip("\n")
-        return {"role": "assistant", "content": content.lstrip("\n"), "reasoning_content": thought}
-    return {"role": "assistant", "content": text(ids)}
+        text = render.plain_text(ids, keep=(opening, closing))
+        thought, closed, content = text.partition(closing)
+        if closed or render.opened_thinking == (opening, closing) or text.lstrip().startswith(opening):
+            before, opened, after = thought.partition(opening)
+            return _message(content, after if opened else before)
+    return _message(render.plain_text(ids, keep=()))
+
+
+def _harmony(text: str) -> Message:
+    """The channels of a gpt-oss answer, whose first header the prompt begins: analysis is thinking, final is content,
+    and so is commentary without a recipient."""
+    said = {"thinking": "", "content": ""}
+    for part in text.split("<|start|>"):
+        header, _, body = part.partition("<|message|>")
+        recipient, _, channel = header.partition("<|channel|>")
+        if "to=" in recipient or "to=" in channel:
+            continue
+        said["thinking" if channel.startswith("analysis") else "content"] += body.removesuffix("<|end|>")
+    return _message(said["content"], said["thinking"])
+
+
+def _message(content: str, thought: str = "") -> Message:
+    message: Message = {"role": "assistant", "content": content}
+    return {**message, "reasoning_content": thought.rstrip()} if thought.strip() else message

@@ -78,6 +78,11 @@ class Renderer:
         """The ids as text, special tokens included."""
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
+    def plain_text(self, ids: Sequence[int], keep: Sequence[str]) -> str:
+        """The ids as text without special tokens, but for those to keep."""
+        special = {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special and t.content not in keep}
+        return self.text([i for i in ids if i not in special])
+
     def says_stop(self, text: str) -> bool:
         """Whether the text holds what the tokenizer makes a stop token of."""
         return any(s in text for s in self._stop_texts) and not self.stop_ids.isdisjoint(self.encode(text))
