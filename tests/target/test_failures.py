@@ -234,6 +234,48 @@ def test_index_leaves_the_directory(tmp_path: Path) -> None:
     refused(tmp_path, "no usable weight_map")
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_lfs_pointer(tmp_path: Path, shards: int) -> None:
+    path = fixtures.llama(tmp_path, shards=shards)
+    file = sorted(path.glob("*.safetensors"))[0]
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 5\n")
+    with pytest.raises(InputError, match=f"{file.name} is a Git LFS pointer") as e:
+        resolve_target(str(path))
+    assert "git lfs pull" in str(e.value.fix)
+
+
+def test_weights_that_are_a_directory(tmp_path: Path) -> None:
+    fixtures.llama(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").mkdir()
+    refused(tmp_path, "model.safetensors is a directory")
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"data_offsets": [0.0, 256.0]}, "two ascending data_offsets in whole numbers expected"),
+        ({"data_offsets": ["0", "256"]}, "two ascending data_offsets in whole numbers expected"),
+        ({"data_offsets": [256, 0]}, "two ascending data_offsets in whole numbers expected"),
+        ({"data_offsets": [-256, 0]}, "two ascending data_offsets in whole numbers expected"),
+        ({"data_offsets": [0]}, "the safetensors header cannot be read"),
+        ({"shape": [64.0]}, "in whole numbers expected"),
+        ({"shape": "ab"}, "in whole numbers expected"),
+        ({"shape": [10**30]}, "says F32 [1000000000000000000000000000000], but 256 bytes"),
+        ({"dtype": 5}, "a dtype, a shape"),
+    ],
+)
+def test_malformed_header(tmp_path: Path, entry: Config, said: str) -> None:
+    file = fixtures.llama(tmp_path) / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"].update(entry)
+    raw = json.dumps(header).encode()
+    file.write_bytes(len(raw).to_bytes(8, "little") + raw + data[8 + length :])
+    refused(tmp_path, str(file), said)
+
+
 # Names
 
 

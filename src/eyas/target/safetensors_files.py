@@ -34,19 +34,13 @@ class Header:
         return TensorRef(name=name, file=self.file, shape=tuple(entry["shape"]), dtype=entry["dtype"])
 
     def data_range(self, name: str) -> tuple[int, int]:
-        """First byte and end of the tensor's data in the file; InputError when it does not fit shape and dtype."""
-        entry = self.tensors[name]
-        start, end = entry["data_offsets"]
-        bits = BITS.get(entry["dtype"])
-        if bits is not None and (end - start) * 8 != math.prod(entry["shape"]) * bits:
-            raise InputError(
-                f"{self.file}: header entry {name} says {entry['dtype']} {entry['shape']}, but {end - start} bytes",
-                fix=_AGAIN,
-            )
+        """First byte and end of the tensor's data in the file."""
+        start, end = self.tensors[name]["data_offsets"]
         return self.data_start + start, self.data_start + end
 
 
 _AGAIN = "the file is damaged: download or copy it again"
+_LFS = b"version https://git-lfs"
 
 
 def read_header(file: Path) -> Header:
@@ -55,11 +49,31 @@ def read_header(file: Path) -> Header:
     try:
         tensors = json.loads(raw)
         tensors.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        end = max((_entry_end(file, name, entry) for name, entry in tensors.items()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{file}: the safetensors header cannot be read", fix=_AGAIN) from None
     _check_size(file, 8 + len(raw) + end)
     return Header(file, tensors, 8 + len(raw))
+
+
+def _entry_end(file: Path, name: str, entry: dict[str, Any]) -> int:
+    """Where the tensor's data ends; InputError when the entry is malformed or contradicts itself."""
+    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not (isinstance(dtype, str) and _counts(shape) and _counts([start, end]) and start <= end):
+        shown = repr(entry)
+        raise InputError(
+            f"{file}: header entry {name} is {shown if len(shown) <= 120 else shown[:117] + '...'}; a dtype, a shape "
+            "and two ascending data_offsets in whole numbers expected",
+            fix=_AGAIN,
+        )
+    bits = BITS.get(dtype)
+    if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
+        raise InputError(f"{file}: header entry {name} says {dtype} {shape}, but {end - start} bytes", fix=_AGAIN)
+    return int(end)
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def scan_header(file: Path) -> int:
@@ -72,8 +86,16 @@ def scan_header(file: Path) -> int:
 
 
 def _raw_header(file: Path) -> bytes:
+    if file.is_dir():
+        raise InputError(f"{file} is a directory, a safetensors file expected", fix="download the file again")
     size = file.stat().st_size
     with open(file, "rb") as f:
+        if f.read(len(_LFS)) == _LFS:
+            raise InputError(
+                f"{file} is a Git LFS pointer ({size} bytes), not the weights themselves",
+                fix=f"run `git lfs pull` in {file.parent}",
+            )
+        f.seek(0)
         first = f.read(8)
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > _LARGEST_HEADER:
@@ -153,7 +175,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _index_file(path: Path) -> Path | None:
     if (path / INDEX).is_file():
         return path / INDEX
-    if (path / "model.safetensors").is_file():
+    if (path / "model.safetensors").exists():
         return None
     others = sorted(path.glob("*.safetensors.index.json"))
     if len(others) > 1:
@@ -167,8 +189,8 @@ def _index_file(path: Path) -> Path | None:
 def _weight_map(index_file: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
-        good = bool(weight_map) and all("/" not in file and file != ".." for file in set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        good = bool(weight_map) and all(file and "/" not in file and file != ".." for file in set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
     if not good:
         raise InputError(f"{index_file} has no usable weight_map", fix="download the index again")
@@ -176,7 +198,7 @@ def _weight_map(index_file: Path) -> dict[str, str]:
 
 
 def _single_file(path: Path) -> Path:
-    if (path / "model.safetensors").is_file():
+    if (path / "model.safetensors").exists():
         return path / "model.safetensors"
     files = sorted(path.glob("*.safetensors"))
     if not files:
