@@ -1,5 +1,6 @@
 """`eyas plan`: the facts, the costs and the problems, on checkpoints of real sizes without weights."""
 
+import csv
 import io
 import json
 import subprocess
@@ -264,14 +265,10 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_conversations_of_several_turns_and_kept_answers(tmp_path: Path) -> None:
     target = fixtures.llama(tmp_path / "target", tokenizer=True)
-    messages = [
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "three"},
-        {"role": "assistant", "content": "four"},
-    ]
+    texts = (("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"))
+    rows = [{"messages": [{"role": r, "content": f"{c} {k}"} for r, c in texts]} for k in range(5)]
     file = tmp_path / "chats.json"
-    file.write_text(json.dumps([{"messages": messages}] * 5))
+    file.write_text(json.dumps(rows))
     common = (f"data.prompts={file}", "draft.vocab_size=100", "draft.aux_layers=[1,2]", *DATA)
     again = planned("qwen3-8b.yaml", target, tmp_path, *common)
     assert again.data is not None
@@ -284,3 +281,103 @@ def test_conversations_of_several_turns_and_kept_answers(tmp_path: Path) -> None
     few = planned("qwen3-8b.yaml", target, tmp_path, *common, "data.limit=2")
     assert few.data is not None
     assert few.data.samples == 4
+
+
+def with_rows(tmp_path: Path, file: Path, *overrides: str) -> Plan:
+    return tiny(tmp_path, *DATA, f"data.prompts={file}", *overrides)
+
+
+def write_csv(file: Path, rows: list[dict[str, Any]]) -> None:
+    with open(file, "w", newline="") as f:
+        writer = csv.DictWriter(f, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.mark.parametrize("name", ["wrapped.json", "a.jsonl", "a.csv", "a.JSON"])
+def test_rows_and_shapes_are_counted_whatever_the_file(tmp_path: Path, name: str) -> None:
+    file, rows = tmp_path / name, [{"prompt": f"one\ntwo\nthree {k}", "response": "a"} for k in range(1000)]
+    if name == "a.csv":
+        write_csv(file, rows)
+    elif name == "a.jsonl":
+        file.write_text("\n\n".join(map(json.dumps, rows)))
+    else:
+        file.write_text(json.dumps({"data": rows} if name == "wrapped.json" else rows))
+    plan = with_rows(tmp_path, file)
+    assert plan.data is not None
+    assert plan.data.conversations == 1000
+    assert "first 400 of 1,000 rows" in plan.data.source
+    assert plan.as_json()["data"]["shapes"] == {"prompt": 400}
+    text = io.StringIO()
+    print_plan(plan, Console(file=text, width=100))
+    assert "400 prompt" in text.getvalue()
+
+
+@pytest.mark.parametrize("responses", ["regenerate", "keep"])
+def test_the_plan_counts_the_tokens_that_prepare_then_makes(tmp_path: Path, responses: str) -> None:
+    from eyas.data.prepare import prepare
+    from eyas.progress import Progress
+    from eyas.rundir import RunDir
+
+    rows = [
+        {"system": "be brief", "prompt": f"what is {k}? " * (k % 7 + 1), "response": "it is " * k} for k in range(9)
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in [*rows, rows[1], {"foo": 1}]))
+    plan = with_rows(tmp_path, file, f"data.responses={responses}")
+    assert plan.data is not None
+    run = RunDir(tmp_path / "made")
+    recipe = loaded("qwen3-8b.yaml", plan.target.path, tmp_path, *DATA, f"data.prompts={file}", "data.holdout=0")
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"responses": responses})})
+    made = prepare(recipe, plan.target, run, Progress(quiet=True))
+    assert plan.data.conversations == made["conversations"]
+    assert (plan.data.shapes, plan.data.dropped) == (made["shapes"], made["dropped"])
+    expected = made["tokens"] + (100 * made["samples"] if responses == "regenerate" else 0)
+    assert plan.data.tokens == expected
+    if responses == "keep":
+        assert plan.data.answer_tokens == made["supervised_tokens"]
+
+
+def lines(*rows: Any) -> str:
+    return "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows)
+
+
+GOOD = [{"prompt": f"q {k}"} for k in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (lines(*GOOD, '{"prompt": '), "a.jsonl, line 21: broken JSON: Expecting value at column 12"),
+        (lines({"foo": 1}, {"foo": 2}), "2 of 2 dropped\n  2 x no known shape (first: a.jsonl, line 1: its keys: foo)"),
+        (lines(GOOD[0], {"foo": 1}, {"foo": 2}), "more bad rows than good ones"),
+        ("\ufeff\n", "holds no row"),
+    ],
+)
+def test_what_prepare_would_refuse_at_once(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(text)
+    assert [p for p in with_rows(tmp_path, file).problems if message in p.message and p.fix]
+
+
+def test_a_chat_template_that_does_not_parse(tmp_path: Path) -> None:
+    target = fixtures.llama(tmp_path / "target")
+    fixtures.write_tokenizer(target, chat_template="{% for m in messages %}{{ m.content }")
+    common = ("draft.vocab_size=100", "draft.aux_layers=[1,2]", *DATA)
+    (problem,) = planned("qwen3-8b.yaml", target, tmp_path, *common).problems
+    assert "chat template cannot render one user message" in problem.message
+
+
+def test_many_bad_rows_first(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(lines(*[{"foo": k} for k in range(500)], *[{"prompt": f"q {k}"} for k in range(2000)]))
+    plan = with_rows(tmp_path, file)
+    assert plan.ok, plan.problems
+    assert plan.data is not None
+    assert plan.data.dropped == {"no known shape": 500}
+
+
+def test_rows_beyond_the_limit_are_no_problem(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(lines(*GOOD, "{"))
+    assert with_rows(tmp_path, file, "data.limit=20").ok

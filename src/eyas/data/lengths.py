@@ -5,8 +5,25 @@ from typing import Any
 
 import numpy as np
 
+from eyas.data.shapes import RowError
+from eyas.recipe import Recipe
+from eyas.target.info import TargetInfo
+
+LEAST_ANSWER = 2
+"""supervised tokens without which a sample trains nothing"""
 SHARES = 10
 """bins of the supervised share"""
+
+
+def longest_sample(recipe: Recipe, target: TargetInfo) -> int:
+    """Tokens of the longest sample. A kept conversation is served as a prompt, and the engine adds one token to it."""
+    return min(recipe.data.max_length, target.max_position_embeddings - (recipe.data.responses == "keep"))
+
+
+def check_room(prompt: int, longest: int) -> None:
+    """Raises RowError where a prompt of so many tokens leaves no room for an answer."""
+    if prompt + LEAST_ANSWER > longest:
+        raise RowError("prompt leaves no room for an answer", f"{prompt} tokens, data.max_length {longest}")
 
 
 def length_summary(lengths: np.ndarray) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from eyas.data.committed import Committed
 from eyas.data.history import next_prompt
-from eyas.data.prepare import LEAST_ANSWER
+from eyas.data.lengths import LEAST_ANSWER
 from eyas.data.render import Renderer
 from eyas.data.schema import LENGTH, sample_id
 from eyas.data.shapes import RowError
@@ -61,7 +61,7 @@ class Plan:
         return dict(zip(table["id"].to_pylist(), table["split"].to_pylist(), strict=True))
 
     def requests(self, turn: int, ended: Counter[str]) -> Iterator[Request]:
-        """The missing requests of one round. Counts in `ended` the conversations that end before this turn."""
+        """The missing requests of one round. Counts in `ended` the turns of this round that are not asked, and why."""
         columns = ["id", "turn", "turns", "source", "split"]
         columns += ["prompt_ids", "loss_mask"] if turn == 0 else ["messages", "tools"]
         with pq.ParquetFile(self.run.prepared) as file:
@@ -89,25 +89,28 @@ class Plan:
 
     def _later(self, row: dict[str, Any], turn: int, number: int, ended: Counter[str]) -> list[int] | None:
         """The prompt of a turn after the first, or None where the conversation ended before."""
+        prompt = self._prompt_or_end(row, turn, number)
+        if isinstance(prompt, str):
+            ended[prompt] += 1
+            return None
+        return prompt
+
+    def _prompt_or_end(self, row: dict[str, Any], turn: int, number: int) -> list[int] | str:
+        """The prompt of a turn after the first, or why the conversation ended before it."""
         assert self.render is not None
         answers = []
         for before in range(turn):
             id_ = sample_id(row["id"], before, number)
             if id_ not in self.committed:
-                ended[ENDED_BAD] += before == turn - 1
-                return None
+                why = self._prompt_or_end(row, before, number) if before else ENDED_BAD
+                return why if isinstance(why, str) else ENDED_BAD
             answer, reason = self.committed.answer(id_)
             if reason in (LENGTH, REPETITIVE):
-                ended[ENDED_CUT if reason == LENGTH else ENDED_REPETITIVE] += before == turn - 1
-                return None
+                return ENDED_CUT if reason == LENGTH else ENDED_REPETITIVE
             answers.append(answer)
         try:
             tools = None if row["tools"] is None else json.loads(row["tools"])
             prompt = next_prompt(self.render, json.loads(row["messages"]), tools, answers)
         except RowError:
-            ended[ENDED_REFUSED] += 1
-            return None
-        if len(prompt) + LEAST_ANSWER > self.max_length:
-            ended[ENDED_LONG] += 1
-            return None
-        return prompt
+            return ENDED_REFUSED
+        return prompt if len(prompt) + LEAST_ANSWER <= self.max_length else ENDED_LONG

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from eyas.data.dropped import Dropped, judge
-from eyas.data.lengths import SHARES, length_summary, share_bin, share_summary
+from eyas.data.lengths import SHARES, check_room, length_summary, longest_sample, share_bin, share_summary
 from eyas.data.marks import Marks
 from eyas.data.masks import kept_samples
 from eyas.data.mix import Mix
@@ -29,8 +29,6 @@ from eyas.target.info import TargetInfo
 
 BATCH = 256
 """conversations rendered at once, and rows of a Parquet row group"""
-LEAST_ANSWER = 2
-"""supervised tokens without which a sample trains nothing"""
 
 _Pending = tuple[int, Row, Conversation, int]
 
@@ -94,8 +92,7 @@ class _Preparation:
         self.keep = recipe.data.responses == "keep"
         self.limit = recipe.data.limit
         self.refuse_broken = recipe.data.broken_rows == "refuse"
-        # a kept conversation is served as a prompt, and the engine adds one token to it
-        self.max_length = min(recipe.data.max_length, target.max_position_embeddings - self.keep)
+        self.max_length = longest_sample(recipe, target)
         self.render, self.dropped, self.mix = render, dropped, mix
         self.read = self.duplicates = 0
         self.marks = np.empty(0, np.uint64)
@@ -186,10 +183,7 @@ class _Preparation:
     def _asked(self, prompt: list[int] | RowError) -> list[tuple[int, list[int], list[bool] | None]]:
         if isinstance(prompt, RowError):
             raise prompt
-        if len(prompt) + LEAST_ANSWER > self.max_length:
-            raise RowError(
-                "prompt leaves no room for an answer", f"{len(prompt)} tokens, data.max_length {self.max_length}"
-            )
+        check_room(len(prompt), self.max_length)
         return [(0, prompt, None)]
 
     def _kept(self, conversation: Conversation) -> list[tuple[int, list[int], list[bool] | None]]:

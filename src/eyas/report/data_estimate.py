@@ -1,31 +1,31 @@
 """How many samples and tokens the data will give: measured in the run directory, else estimated from the first rows."""
 
-import json
-from collections.abc import Callable, Iterator
+import io
+from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from eyas.data.lengths import SHARES, length_summary, share_bin, share_summary
+from eyas.data.dropped import Dropped, judge
+from eyas.data.lengths import SHARES, check_room, length_summary, longest_sample, share_bin, share_summary
+from eyas.data.mix import Mix
 from eyas.data.schema import DROPPED
-from eyas.data.shapes import Conversation, RowError, answered, asked, read_row
-from eyas.data.sources import open_source
-from eyas.errors import InputError
+from eyas.data.shapes import Conversation, Message, RowError, answered, asked, read_row
+from eyas.data.sources import Row, count_rows, open_source, refusal
 from eyas.recipe import Recipe
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo
+from eyas.target.tokens import chat_template_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROWS = 400
-"""rows read for an estimate"""
-_CHARACTERS_A_TOKEN = 4.0
-_TEMPLATE_TOKENS = 6
-"""of the chat template, for each message"""
+"""rows of each source read for an estimate"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class DataEstimate:
     """of them generated, or supervised in kept answers; at most"""
     source: str
     """where these numbers come from"""
+    shapes: dict[str, int]
+    """of the rows that were looked at, the usable ones by the shape they were recognised as"""
+    dropped: dict[str, int]
+    """of the rows that were looked at, the others by reason"""
     prompt_lengths: dict[str, Any]
     """min, median, p95, max, histogram (eyas.data.lengths), of the samples that were looked at"""
     answer_lengths: dict[str, Any]
@@ -46,55 +50,98 @@ class DataEstimate:
 
 
 def estimate_data(recipe: Recipe, target: TargetInfo, run: RunDir) -> DataEstimate:
-    """Raises InputError when a source cannot be read or its first rows are all unusable."""
+    """Raises InputError when a source cannot be read, and for what prepare would refuse in the rows that are read."""
     record = run.record("harvest")
     if record is not None and record.status == "done":
         found = _harvested(run)
         if found is not None:
             return found
-    count_tokens, counted_by = _token_counter(target.path)
-    longest = min(recipe.data.max_length, target.max_position_embeddings)
-    used = rows = 0
-    looked_at: list[tuple[int, int]] = []
-    total = 0
-    for name in (source.path for source in recipe.data.sources):
-        first = list(islice(open_source(name), ROWS))  # before counting: says what is wrong with a source
-        total += len(first) if len(first) < ROWS else _count(name)
-        for row in first:
-            rows += 1
-            if row.broken is not None:
-                continue
-            try:
-                turns = list(_samples(read_row(row.value), recipe, count_tokens, longest))
-            except RowError:
-                continue
-            used += 1
-            looked_at += turns
-    names = ", ".join(source.path for source in recipe.data.sources)
-    if not rows:
-        raise InputError(f"data.prompts: {names} holds no row", fix="give a file with at least one conversation")
-    if not used:
-        raise InputError(
-            f"data.prompts: none of the first {rows} rows of {names} is usable",
-            fix="the README lists the shapes of rows that are read",
-        )
-    conversations = round(total * used / rows)
+    first = _FirstRows(recipe, _Lengths(recipe, target))
+    whole = first.read()
+    names = [source.path for source in recipe.data.sources]
+    rows = sum(first.rows)
+    if whole:
+        judge(names, rows, first.used.total(), first.duplicates, first.dropped, _FIX)
+    counted = first.rows if whole else [count_rows(name, n) for name, n in zip(names, first.rows, strict=True)]
+    share = first.used.total() / rows
+    conversations = sum(
+        round(total * (first.used[i] / n if n else share))
+        for i, (total, n) in enumerate(zip(counted, first.rows, strict=True))
+    )
     if recipe.data.limit is not None:
         conversations = min(conversations, recipe.data.limit)
-    scale = conversations * recipe.data.samples_per_prompt / used
+    scale = conversations * recipe.data.samples_per_prompt / first.used.total()
     what = (
         "at most: every answer as long as engine.sampling.max_tokens"
         if recipe.data.responses == "regenerate"
-        else "kept answers"
+        else "kept answers, masked as prepare does"
     )
+    looked_at = np.array(first.samples)
+    tokens, answers = looked_at[:, 0], looked_at[:, 1]
     return DataEstimate(
         conversations,
-        round(len(looked_at) * scale),
-        round(sum(n for n, _ in looked_at) * scale),
-        round(sum(answer for _, answer in looked_at) * scale),
-        f"first {rows:,} of {total:,} rows, {counted_by}; {what}",
-        *_histograms(np.array([n for n, _ in looked_at]), np.array([answer for _, answer in looked_at])),
+        round(len(tokens) * scale),
+        round(int(tokens.sum()) * scale),
+        round(int(answers.sum()) * scale),
+        f"first {rows:,} of {sum(counted):,} rows, rendered through the target's chat template; {what}",
+        dict(first.shapes),
+        dict(first.dropped.counts),
+        *_histograms(tokens, answers),
     )
+
+
+_FIX = "correct the file; the README lists the shapes of rows that are read"
+
+
+class _FirstRows:
+    """The rows that prepare would read first, and what became of them."""
+
+    def __init__(self, recipe: Recipe, lengths: "_Lengths") -> None:
+        self._recipe, self._lengths = recipe, lengths
+        self.rows = [0] * len(recipe.data.sources)
+        """read of each source"""
+        self.used: Counter[int] = Counter()
+        """conversations by their source"""
+        self.duplicates = 0
+        self.dropped = Dropped(io.StringIO())
+        self.shapes: Counter[str] = Counter()
+        self.samples: list[tuple[int, int]] = []
+        """tokens and answer tokens of each"""
+
+    def read(self) -> bool:
+        """Until ROWS of each source are read and one is usable; whether that was all of them."""
+        data, seen = self._recipe.data, set[str]()
+        mix = Mix([open_source(s.path) for s in data.sources], [s.weight for s in data.sources])
+        for number, row in mix:
+            if (self.used and sum(self.rows) >= ROWS * len(data.sources)) or self.used.total() == data.limit:
+                return False
+            self.rows[number] += 1
+            if row.broken is not None and (row.ends or data.broken_rows == "refuse"):
+                raise refusal(row)
+            try:
+                conversation = _conversation(row, keep=data.responses == "keep")
+                if conversation.id in seen:
+                    self.duplicates += 1
+                    mix.give_back(number)
+                    continue
+                seen.add(conversation.id)
+                self.samples += self._lengths.of(conversation)
+            except RowError as e:
+                self.dropped.add(e.reason, row.place, e.detail)
+                mix.give_back(number)
+                continue
+            self.used[number] += 1
+            self.shapes[conversation.shape] += 1
+        return True
+
+
+def _conversation(row: Row, keep: bool) -> Conversation:
+    if row.left_out is not None:
+        raise RowError(row.left_out)
+    if row.broken is not None:
+        raise RowError(row.kind, row.broken)
+    found = read_row(row.value)
+    return answered(found) if keep else asked(found)[0]
 
 
 def _histograms(tokens: np.ndarray, answers: np.ndarray) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
@@ -102,75 +149,58 @@ def _histograms(tokens: np.ndarray, answers: np.ndarray) -> tuple[dict[str, Any]
     return length_summary(tokens - answers), length_summary(answers), share_summary(shares)
 
 
-def _samples(
-    conversation: Conversation, recipe: Recipe, count: Callable[[str], int], longest: int
-) -> Iterator[tuple[int, int]]:
-    """(tokens, answer tokens) of each sample that the conversation gives."""
-    if recipe.data.responses == "keep":
-        lengths = [(m["role"], _length(m, count)) for m in answered(conversation).messages]
-        total = min(longest, sum(n for _, n in lengths))
-        yield total, min(total, sum(n for role, n in lengths if role == "assistant"))
-        return
-    kept, _, _ = asked(conversation)
-    before = 0
-    for message in kept.messages:
-        before += _length(message, count)
-        if message["role"] == "user":
-            answer = min(recipe.engine.sampling.max_tokens, longest - before)
+class _Lengths:
+    """Tokens of samples, rendered and masked as prepare does; answers not there yet are as long as they may be."""
+
+    def __init__(self, recipe: Recipe, target: TargetInfo) -> None:
+        from eyas.data.render import Renderer
+
+        self._keep = recipe.data.responses == "keep"
+        self._longest = longest_sample(recipe, target)
+        self._max_tokens = recipe.engine.sampling.max_tokens
+        self._render = Renderer(_tokenizer(recipe, target), target.eos_token_ids)
+
+    def of(self, conversation: Conversation) -> list[tuple[int, int]]:
+        """(tokens, answer tokens) of each sample that the conversation gives. Raises RowError."""
+        if self._keep:
+            from eyas.data.masks import kept_samples
+
+            samples = kept_samples(self._render, conversation, self._longest, Counter())
+            return [(len(s.ids), sum(s.mask)) for s in samples]
+        found: list[tuple[int, int]] = []
+        history: list[Message] = []
+        answers = 0
+        for message in conversation.messages:
+            history.append(message)
+            if message["role"] != "user":
+                continue
+            prompt = len(self._render.prompt(history, conversation.tools)) + answers
+            if not found:
+                check_room(prompt, self._longest)
+            answer = min(self._max_tokens, self._longest - prompt)
             if answer < 1:
-                return
-            before += answer
-            yield before, answer
+                break
+            found.append((prompt + answer, answer))
+            answers += answer
+            history.append({"role": "assistant", "content": "a"})
+        return found
 
 
-def _length(message: dict[str, object], count: Callable[[str], int]) -> int:
-    texts = [message.get("content"), message.get("reasoning_content")]
-    return _TEMPLATE_TOKENS + sum(count(text) for text in texts if isinstance(text, str))
+def _tokenizer(recipe: Recipe, target: TargetInfo) -> "PreTrainedTokenizerBase":
+    """Of a checkpoint with tokenizer.json without the model's own class, for which transformers imports torch."""
+    from eyas.target.tokenizer import load_tokenizer
 
+    template = chat_template_text(target.path)
+    if not template or not (target.path / "tokenizer.json").is_file():
+        return load_tokenizer(target, recipe.target.remote_code)
+    from transformers import PreTrainedTokenizerFast
 
-def _token_counter(path: Path) -> tuple[Callable[[str], int], str]:
-    """The target's own fast tokenizer (transformers takes seconds to import), else characters."""
-    if (path / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        return lambda text: len(
-            tokenizer.encode(text, add_special_tokens=False).ids
-        ), "counted by the target's tokenizer"
-    return lambda text: round(len(text) / _CHARACTERS_A_TOKEN), f"{_CHARACTERS_A_TOKEN:.0f} characters a token"
-
-
-def _count(name: str) -> int:
-    """Rows of a source."""
-    path = Path(name)
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    total = 0
-    for file in files:
-        if file.suffix == ".parquet":
-            total += pq.read_metadata(file).num_rows
-        elif file.suffix in (".jsonl", ".csv"):
-            with open(file, "rb") as f:
-                last = b""
-                while piece := f.read(1 << 22):
-                    total += piece.count(b"\n")
-                    last = piece[-1:]
-                total += last not in (b"", b"\n")
-            total -= file.suffix == ".csv"
-        elif file.suffix == ".json":
-            total += _count_json(file)
-        elif not path.exists():  # a hub data set: its rows are only known once read
-            total += sum(1 for _ in islice(open_source(name), ROWS))
-    return total
-
-
-def _count_json(file: Path) -> int:
-    if file.stat().st_size > 1 << 28:
-        return sum(1 for _ in open_source(str(file)))
     try:
-        value = json.loads(file.read_bytes())
-    except ValueError:
-        return sum(1 for _ in open_source(str(file)))
-    return len(value) if isinstance(value, list) else 1
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(target.path), local_files_only=True)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return load_tokenizer(target, recipe.target.remote_code)
+    tokenizer.chat_template = tokenizer.chat_template or template
+    return tokenizer
 
 
 def _harvested(run: RunDir) -> DataEstimate | None:
@@ -196,5 +226,7 @@ def _harvested(run: RunDir) -> DataEstimate | None:
         int(all_.sum()),
         int(supervised.sum()),
         "harvested in this run directory",
+        {},
+        {},
         *_histograms(all_, supervised),
     )

@@ -108,6 +108,7 @@ def build_plan(recipe: Recipe, target: TargetInfo | None = None) -> Plan:
     memory = training_memory(target, recipe, drafter, cuda=bool(machine.gpus), ranks=max(1, len(machine.gpus)))
     one, kept = checkpoint_bytes(recipe, drafter)
     problems += find_problems(recipe, target, machine, memory, states.disk_bytes, kept, run)
+    problems = list(dict.fromkeys(problems))  # reading the data finds a missing chat template too
     times = [] if data is None else _times(recipe, target, drafter, machine, run, data)
     notes = list(target.notes)
     if (short := device_shortage(recipe.engine, machine)) is not None:  # the plan may be for another machine

@@ -78,6 +78,8 @@ def _data_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("conversations", f"{d.conversations:,}, {d.samples:,} samples"),
         ("tokens", f"{d.tokens:,}, of them {d.answer_tokens:,} supervised"),
         ("from", d.source),
+        *([("shapes", _counts(d.shapes))] if d.shapes else []),
+        *([("rows left out", _counts(d.dropped))] if d.dropped else []),
         ("prompt tokens", length_line(d.prompt_lengths)),
         ("answer tokens", length_line(d.answer_lengths)),
         ("supervised share", histogram_line(d.supervised_shares)),
@@ -138,6 +140,10 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n:,} {what}" for what, n in sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def length_line(lengths: dict[str, Any]) -> str:
