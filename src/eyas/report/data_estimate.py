@@ -109,11 +109,13 @@ class _FirstRows:
         """tokens and answer tokens of each"""
 
     def read(self) -> bool:
-        """Until ROWS of each source are read and one is usable; whether that was all of them."""
+        """Until ROWS for each source are read of which most are good; whether that was all there are."""
         data, seen = self._recipe.data, set[str]()
         mix = Mix([open_source(s.path) for s in data.sources], [s.weight for s in data.sources])
         for number, row in mix:
-            if (self.used and sum(self.rows) >= ROWS * len(data.sources)) or self.used.total() == data.limit:
+            good = self.used.total() + self.duplicates
+            enough = sum(self.rows) >= ROWS * len(data.sources) and good >= self.dropped.total
+            if enough or self.used.total() == data.limit:
                 return False
             self.rows[number] += 1
             if row.broken is not None and (row.ends or data.broken_rows == "refuse"):
