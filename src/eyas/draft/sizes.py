@@ -114,6 +114,12 @@ def _aux_misfit(target: TargetInfo, part: DraftPart) -> InputError | None:
     n, chosen = target.num_hidden_layers, chosen_aux_layers(target, part)
     if chosen and chosen == sorted(set(chosen)) and chosen[0] >= 1 and chosen[-1] <= n - 1:
         return None
+    if n < 2:
+        return InputError(
+            f"draft.aux_layers: the target is too small: it has {n} layer, and the drafter reads the states after a "
+            "layer before the last",
+            fix="choose a target of at least 2 layers",
+        )
     whose = "the default" if part.aux_layers is None else "draft.aux_layers"
     return InputError(
         f"draft.aux_layers: {whose} {chosen} does not fit a target of {n} layers; expected different numbers "

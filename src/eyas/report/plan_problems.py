@@ -11,7 +11,7 @@ from eyas.report.machine import Machine
 from eyas.rundir import RunDir
 from eyas.target.config_json import read_json_object
 from eyas.target.info import TargetInfo
-from eyas.target.tokens import chat_template_text
+from eyas.target.tokens import chat_template_text, tokenizer_size
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,14 @@ def _target_problems(recipe: Recipe, target: TargetInfo) -> list[Problem]:
             Problem(
                 f"{target.path} has no tokenizer ({', '.join(vocabularies[:4])} or the like)",
                 "download the tokenizer files",
+            )
+        )
+    tokens = tokenizer_size(target.path)
+    if tokens is not None and tokens > target.vocab_size:
+        found.append(
+            Problem(
+                f"{target.path}: the tokenizer has {tokens} tokens, the embedding only {target.vocab_size} rows",
+                "tokenizer and weights are of different checkpoints: download both again",
             )
         )
     if own_code and not recipe.target.remote_code and not (target.path / "tokenizer.json").is_file():

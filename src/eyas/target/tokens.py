@@ -1,7 +1,6 @@
 """Special and thinking tokens, from the JSON files beside the weights."""
 
 from pathlib import Path
-from typing import Any
 
 from eyas.target.config_json import TargetConfig, read_json_object
 from eyas.target.values import Values, is_whole
@@ -20,9 +19,8 @@ _THINKING = (
 
 def eos_token_ids(path: Path, config: TargetConfig) -> tuple[int, ...]:
     """Every id that ends an answer: generation_config.json's and both config levels', ascending, without repeats."""
-    file = path / "generation_config.json"
     found: set[int] = set()
-    for level in (Values(file, "", read_json_object(file) or {}), *config.levels):
+    for level in (_values(path / "generation_config.json"), *config.levels):
         value = level.items.get("eos_token_id")
         values = value if isinstance(value, list) else [] if value is None else [value]
         if not all(map(is_whole, values)):
@@ -73,13 +71,29 @@ def chat_template_text(path: Path) -> str:
     return ""
 
 
+def tokenizer_size(path: Path) -> int | None:
+    """How many tokens tokenizer.json holds with the added ones; None without that file."""
+    model = _values(path / "tokenizer.json").table("model")
+    vocabulary = model.items.get("vocab")
+    if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score
+        vocabulary = [pair[0] for pair in vocabulary if isinstance(pair, list) and pair]
+    if not vocabulary:
+        return None
+    return len({*vocabulary, *_added_tokens(path)})
+
+
 def _added_tokens(path: Path) -> dict[str, int]:
     tokens: dict[str, int] = {}
-    entries: dict[str, Any] = (read_json_object(path / "tokenizer_config.json") or {}).get("added_tokens_decoder") or {}
-    for token_id, entry in entries.items():
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
-            tokens[entry["content"]] = int(token_id)
-    for entry in (read_json_object(path / "tokenizer.json") or {}).get("added_tokens") or []:
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
-            tokens[entry["content"]] = int(entry["id"])
+    for token_id, entry in _values(path / "tokenizer_config.json").table("added_tokens_decoder").tables().items():
+        content = entry.text("content")
+        if content is not None and token_id.isdecimal():
+            tokens[content] = int(token_id)
+    added = _values(path / "tokenizer.json").entries("added_tokens", lambda e: isinstance(e, dict), "a list of objects")
+    for entry in added:
+        if isinstance(entry.get("content"), str) and is_whole(entry.get("id")):
+            tokens[entry["content"]] = entry["id"]
     return tokens
+
+
+def _values(file: Path) -> Values:
+    return Values(file, "", read_json_object(file) or {})
