@@ -55,19 +55,21 @@ def kept_samples(render: Renderer, conversation: Conversation, max_length: int, 
             refused.append(e)
     if not turns:
         raise refused[0]
-    whole = render.whole(messages, tools)
+    counted: Counter[str] = Counter()
+    whole = turns[-1][1].ids if len(answers) == 1 else render.whole(messages, tools)
     if all(whole[: len(t.prompt) + len(t.answer)] == t.ids for _, t, _ in turns):
-        samples = _in_one(render, whole, turns, max_length, notes)
-        notes[WHOLE] += bool(samples)
+        samples = _in_one(render, whole, turns, max_length, counted)
+        counted[WHOLE] += 1
     else:
-        samples = _one_each(turns, max_length, notes)
-        notes[_why_split(turns, len(answers))] += bool(samples)
+        samples = _one_each(turns, max_length, counted)
+        counted[_why_split(turns)] += 1
     if not samples:
         raise RowError("longer than data.max_length", f"{len(whole)} tokens, at most {max_length}")
     if not any(a and b for s in samples for a, b in zip(s.mask, s.mask[1:], strict=False)):
         raise RowError("empty answer", "fewer than two supervised tokens")
-    notes.update(LEFT_OUT + error.reason for error in refused)
-    notes[TOOLS_IGNORED] += render.ignores(messages[: answers[0]], tools)
+    counted.update(LEFT_OUT + error.reason for error in refused)
+    counted[TOOLS_IGNORED] += render.ignores(messages[: answers[0]], tools)
+    notes.update(counted)
     return samples
 
 
@@ -119,9 +121,7 @@ def _count(turn: Turn, stopped: bool, notes: Counter[str]) -> None:
     notes[NO_STOP] += not stopped
 
 
-def _why_split(turns: Sequence[_Numbered], answers: int) -> str:
-    if answers == 1:
-        return WHOLE
+def _why_split(turns: Sequence[_Numbered]) -> str:
     if any(t.how == "apart" for _, t, _ in turns) and all(t.how in ("as served", "apart") for _, t, _ in turns):
         return SPLIT_MERGED
     return SPLIT

@@ -80,14 +80,15 @@ def _found(
     Not searched for but found by changes: what follows the last place that depends on the messages before, and comes
     before the first that depends on the answer, holds the turn's header and nothing else.
     """
-    mark = next(c for c in "QXZJ" if c not in (message["content"][:1], before[-1]["content"][-1:]))
+    words = "".join((*_texts(message), *_texts(before[-1])))
+    mark = next(c for c in map(chr, range(0x4E00, 0x9FFF)) if c not in words)
     asked = {**before[-1], "content": before[-1]["content"] + mark}
     with_asked = render.whole_text([*before[:-1], asked, message], tools)
     earliest = len(after_text) - _shared(after_text[::-1], with_asked[::-1])
     latest = _shared(after_text, render.whole_text([*before, _altered(message, mark)], tools))
     header = prompt_text[_shared(prompt_text, render.whole_text(before, tools)) :]
     if with_asked != after_text and earliest <= latest < len(after_text):
-        at = after_text.find(header, earliest, latest) if header else -1
+        at = after_text.rfind(header, earliest, latest) if header else -1
         if at >= 0:
             return at + len(header), "rewritten"
         if message["content"] and not message.get("tool_calls"):
