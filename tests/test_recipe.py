@@ -42,24 +42,36 @@ def test_overrides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"trian": {}}, 'unknown key trian - did you mean "train"?'),
-        ({"train": {"epoch": 3}}, 'unknown key train.epoch - did you mean "train.epochs"?'),
+        ({"trian": {}}, 'line 6: unknown key trian\n  fix: did you mean "train"?'),
+        ({"train": {"epoch": 3}}, 'line 7: unknown key train.epoch\n  fix: did you mean "train.epochs"?'),
         ({"engine": {"sampling": {"temprature": 1}}}, 'did you mean "engine.sampling.temperature"?'),
-        ({"draft": {"zzz": 1}}, "unknown key draft.zzz - known keys here: preset, vocab_size, layers"),
-        ({"train": {"epochs": "many"}}, "train.epochs: Input should be a valid integer"),
-        ({"train": {"epochs": "many"}}, "found 'many'"),
-        ({"train": {"epochs": 0}}, "train.epochs: Input should be greater than or equal to 1, found 0"),
-        ({"data": {}}, "key data.prompts is missing - add it"),
-        ({"data": {"prompts": []}}, "data.prompts: List should have at least 1 item"),
-        ({"train": {"optimizer": "sgd"}}, "train.optimizer: Input should be 'adamw' or 'muon', found 'sgd'"),
+        ({"draft": {"zzz": 1}}, "unknown key draft.zzz\n  fix: known keys here: preset, vocab_size, layers"),
+        ({"train": {"epochs": "many"}}, "line 7: train.epochs: expected a whole number, found 'many'"),
+        ({"train": {"epochs": "many"}}, "fix: e.g. train.epochs: 10, which is the default"),
+        ({"train": {"epochs": 0}}, "train.epochs: expected a number of at least 1, found 0"),
+        ({"data": {}}, "line 1: key data.prompts is missing\n  fix: add it"),
+        ({"data": {"prompts": []}}, "data.prompts: expected a list that is not empty, found an empty list"),
+        ({"train": {"optimizer": "sgd"}}, "train.optimizer: expected 'adamw' or 'muon', found 'sgd'"),
         ({"data": {"prompts": "p", "max_length": 64}}, "engine.sampling.max_tokens (2048) leaves no room for a prompt"),
         ({"engine": {"args": {"trust-remote-code": True}}}, "set target.remote_code instead"),
-        ({"train": {"epochs": True}}, "train.epochs: Input should be a valid integer, found True"),
-        ({"train": {"lr": float("inf")}}, "train.lr: Input should be a finite number"),
-        ({"data": {"prompts": "p", "holdout": 1.5}}, "data.holdout: a share must be below 1"),
-        ({"run_dir": ""}, "run_dir: String should have at least 1 character"),
-        ({"train": 3}, "train: Input should be"),
-        ({"train": {"loss": "nope"}}, "train.loss"),
+        ({"train": {"epochs": True}}, "train.epochs: expected a whole number, found true"),
+        ({"train": {"lr": float("inf")}}, "train.lr: expected a finite number, found inf"),
+        (
+            {"data": {"prompts": "p", "holdout": 1.5}},
+            "a share must be below 1, a count a whole number, found 1.5",
+        ),
+        ({"run_dir": ""}, "run_dir: expected a text that is not empty, found ''"),
+        ({"train": 3}, "line 6: train: expected a section of keys, found 3"),
+        ({"train": {"loss": "nope"}}, "train.loss: expected 'kl_div', 'rkl'"),
+        ({"data": {"prompts": "p", "holdout": "x"}}, "data.holdout: expected a number or a whole number, found 'x'"),
+        ({"engine": {"args": {"x": [1]}}}, "line 5: engine.args.x: expected text or a whole number or a number or"),
+        ({"target": 3}, "line 4: target: expected a section of keys, found 3"),
+        ({"target": None}, "line 4: key target.path is missing"),
+        ({"train": [1]}, "train: expected a section of keys, found a list"),
+        ({"train": {"lr": "1e-4x"}}, "train.lr: expected a number, found '1e-4x'"),
+        ({"train": {"epochs": "1e1"}}, "train.epochs: expected a whole number, found '1e1'"),
+        ({"run_dir": "a\0b"}, "line 3: run_dir holds a null byte"),
+        ({"data": {"prompts": ["a", "\0"]}}, "line 4: data.prompts.1 holds a null byte"),
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, change: dict[str, object], expected: str) -> None:
@@ -73,7 +85,12 @@ def test_bad_values_are_named(tmp_path: Path, change: dict[str, object], expecte
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a: [1", "is not valid YAML"),
+        ("a: [1", "line 1: not valid YAML: while parsing a flow sequence expected"),
+        ("a: 2024-99-99", "is not valid YAML: month must be"),
+        ("[" * 2000, "nested too deeply"),
+        ("a: 1\nb: {c: 1,\n  c: 2}", "line 3: key b.c is written twice, first in line 2"),
+        ("train: {}\ntrain: {}", "line 2: key train is written twice, first in line 1"),
+        ("x: &x {a: 1}\ny: {<<: *x, a: 2, a: 3}", "line 2: key y.a is written twice"),
         ("- a\n", "holds a list, not a mapping"),
         ("", "holds nothing, not a mapping"),
     ],
@@ -81,6 +98,70 @@ def test_bad_values_are_named(tmp_path: Path, change: dict[str, object], expecte
 def test_files_that_are_no_recipe(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(InputError, match=expected):
         load_recipe(write(tmp_path, text))
+
+
+def test_merged_keys_may_be_written_again(tmp_path: Path) -> None:
+    text = "run_dir: r\ntarget: m\ndata: {prompts: p}\ntrain: &t {epochs: 3, lr: 1e-4}\n"
+    recipe = load_recipe(write(tmp_path, text))
+    assert (recipe.target.path, recipe.train.lr) == ("m", 1e-4)
+    merged = "engine: &e {concurrency: 3, dtype: float32}\n"
+    again = write(tmp_path, text + merged + "draft: {<<: *e, concurrency: 4}\n")
+    with pytest.raises(InputError, match=r"line 6: unknown key draft\.concurrency"):
+        load_recipe(again)
+
+
+@pytest.mark.parametrize("name", ["engine", "states", "draft", "train", "export", "verify"])
+def test_an_empty_section_means_its_defaults(tmp_path: Path, name: str) -> None:
+    assert load_recipe(write(tmp_path, {**GOOD, name: None})) == load_recipe(write(tmp_path, GOOD))
+    engine = {"args": None, "sampling": None}
+    assert load_recipe(write(tmp_path, {**GOOD, "engine": engine}), ["target.remote_code=true"]).server.args
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.e-4", ".1e-3", "+1e-4", "0.0001", "1.0e-4"])
+def test_numbers_as_yaml_1_2_writes_them(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, yaml.safe_dump(GOOD) + f"train: {{lr: {text}}}\n")
+    assert load_recipe(path).train.lr == 1e-4
+    assert load_recipe(write(tmp_path, GOOD), [f"train.lr={text}"]).train.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("option", "limit", "expected"),
+    [
+        (
+            "train.epochs=many",
+            None,
+            "--set train.epochs=many: expected a whole number, found 'many'\n  fix: correct",
+        ),
+        ("train.epoch=3", None, "--set train.epoch=3: unknown key train.epoch\n  fix: did you mean"),
+        ("train={epochs: 0}", None, "--set train={epochs: 0}: train.epochs: expected a number of at least 1, found 0"),
+        ("train={a: 1, a: 2}", None, "--set train={a: 1, a: 2}, line 1: key a is written twice"),
+        ("data.max_length=64", None, "--set data.max_length=64: engine.sampling.max_tokens (2048) leaves no room"),
+        ('run_dir="\\0"', None, "run_dir holds a null byte"),
+        ("data.limit=5", 1, "--limit 1: expected a number of at least 2, found 1\n  fix: correct --limit"),
+    ],
+)
+def test_errors_of_options_name_them(tmp_path: Path, option: str, limit: int | None, expected: str) -> None:
+    with pytest.raises(InputError) as e:
+        load_recipe(write(tmp_path, GOOD), [option], limit)
+    assert expected in str(e.value)
+    assert str(e.value).startswith("--")
+
+
+def test_two_errors_have_each_their_place_and_fix(tmp_path: Path) -> None:
+    path = write(tmp_path, {**GOOD, "train": {"epochs": 0, "lr": "x"}})
+    with pytest.raises(InputError) as e:
+        load_recipe(path)
+    first, second = str(e.value).splitlines()
+    assert first.startswith(f"{path}, line 7: train.epochs: ")
+    assert (
+        second
+        == f"{path}, line 8: train.lr: expected a number, found 'x' - e.g. train.lr: 0.0001, which is the default"
+    )
+
+
+def test_a_recipe_that_is_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is a directory, not a recipe file"):
+        load_recipe(tmp_path)
 
 
 def test_missing_file(tmp_path: Path) -> None:

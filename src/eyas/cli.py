@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from eyas.rundir import RunDir
 
 INTERRUPTED = 130
+A_FAULT = "this is a fault of eyas; please report it with the traceback above"
 AGAIN = "the same command continues where it stopped"
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 """what a command line that cannot be understood raises: a class of click's, of which typer may carry its own copy"""
@@ -169,8 +171,10 @@ def demo(
         import eyas.demo
         from eyas.pipeline import STAGE_NAMES
         from eyas.progress import Progress
+        from eyas.rundir import RunDir
         from eyas.target.smollm2 import make_smollm2
 
+        RunDir(run_dir).check_place()  # before half a gigabyte is written
         make_smollm2(target_dir, Progress(quiet=quiet).say)
         recipe = Path(eyas.demo.__file__).parent / "recipe.yaml"
         places = [
@@ -274,8 +278,7 @@ def _recorded_recipe(directory: Any) -> "Recipe":
 def _load(path: Path, overrides: list[str] | None, limit: int | None) -> "Recipe":
     from eyas.recipe import load_recipe
 
-    extra = [] if limit is None else [f"data.limit={limit}"]
-    return load_recipe(path, [*(overrides or []), *extra])
+    return load_recipe(path, overrides or (), limit)
 
 
 def _stages(
@@ -363,10 +366,13 @@ def _reported(as_json: bool) -> Iterator[dict[str, Any]]:
         if as_json:
             _print_failure(EyasError("interrupted", fix=AGAIN), told, INTERRUPTED)
         raise typer.Exit(INTERRUPTED) from None
-    except Exception as e:
+    except (typer.Exit, typer.Abort, _USAGE_ERROR, BrokenPipeError):
+        raise
+    except Exception as e:  # noqa: BLE001 - told, with its traceback
         error = e if isinstance(e, EyasError) else disk_error(e)
         if error is None:
-            raise
+            traceback.print_exc()
+            error = EyasError(f"unexpected {type(e).__name__}: {e}", fix=A_FAULT)
         print(f"error: {error}", file=sys.stderr)
         if as_json:
             _print_failure(error, told)

@@ -1,10 +1,9 @@
 """The recipe: the one schema of everything that a user can set, and how it is read and overridden."""
 
-import difflib
-import types
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -21,10 +20,22 @@ from pydantic import (
 
 from eyas.errors import InputError
 from eyas.files import fingerprint
+from eyas.recipe_errors import Override, Source, explained, found
+from eyas.recipe_yaml import read_yaml, strings
+
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+"""of YAML 1.2's core schema; YAML 1.1, which the reader speaks, takes 1e-4 for text"""
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | dict) else value
+
+
+def _as_number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
+
+
+Number = Annotated[float, BeforeValidator(_as_number)]
 
 
 class Part(BaseModel):
@@ -46,7 +57,7 @@ class PromptSource(Part):
     """
 
     path: str = Field(min_length=1, description="file, directory or dataset id")
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False, description="share of data.limit, beside the other sources'")
+    weight: Number = Field(1.0, gt=0, allow_inf_nan=False, description="share of data.limit, beside the other sources'")
 
 
 def _prompts_kind(value: Any) -> str:
@@ -65,7 +76,7 @@ class DataPart(Part):
     responses: Literal["regenerate", "keep"] = Field(
         "regenerate", description="regenerate: the target answers every prompt; keep: the file's own answers"
     )
-    holdout: float | int = Field(
+    holdout: Number | int = Field(
         0.05, ge=0, description="conversations never trained on: a share below 1, or a count of 1 or more"
     )
     limit: int | None = Field(None, ge=2, description="use only this many conversations")
@@ -87,7 +98,7 @@ class DataPart(Part):
     @classmethod
     def _share_or_count(cls, value: float | int) -> float | int:
         if isinstance(value, float) and value >= 1:
-            raise ValueError("a share must be below 1, a count a whole number")
+            raise ValueError("a share must be below 1, a count a whole number - e.g. data.holdout: 0.05, or 100")
         return value
 
     @property
@@ -96,8 +107,8 @@ class DataPart(Part):
 
 
 class SamplingPart(Part):
-    temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    temperature: Number = Field(0.0, ge=0.0, description="0 is greedy")
+    top_p: Number = Field(1.0, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=1)
     max_tokens: int = Field(2048, ge=2, description="longest answer, in tokens")
     seed: int | None = Field(0, description="the engine's sampling seed for each request")
@@ -114,7 +125,7 @@ class EnginePart(Part):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the checkpoint's")
     attention_backend: str | None = Field(None, description="e.g. CPU_MLA or FLASH_ATTN; default: vLLM's choice")
     concurrency: int = Field(64, ge=1, description="requests in flight")
-    start_timeout: float = Field(3600, gt=0, description="seconds until a started server must answer")
+    start_timeout: Number = Field(3600, gt=0, description="seconds until a started server must answer")
     args: dict[str, str | int | float | bool | None] = Field(
         default_factory=dict, description="further `vllm serve` options, e.g. {enforce-eager: true}"
     )
@@ -153,17 +164,17 @@ class TrainPart(Part):
     sharding: Literal["none", "fsdp"] = Field(
         "none", description="fsdp: each rank keeps a share of weights, gradients and moments; none: all of them"
     )
-    lr: float = Field(1.0e-4, gt=0)
+    lr: Number = Field(1.0e-4, gt=0)
     optimizer: Literal["adamw", "muon"] = "adamw"
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps")
-    weight_decay: float = Field(0.0, ge=0)
-    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    warmup: Number = Field(0.03, ge=0, lt=1, description="share of the steps")
+    weight_decay: Number = Field(0.0, ge=0)
+    clip: Number = Field(1.0, gt=0, description="largest gradient norm")
     loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = Field(
         "kl_div", description="speculators' losses; nla and lk_hybrid are the LK losses of arXiv 2602.23881"
     )
-    step_decay: float = Field(1.0, gt=0, le=1, description="weight of TTT step k is step_decay ** k")
-    noise: float = Field(0.0, ge=0, description="width of the uniform noise added to the aux states")
+    step_decay: Number = Field(1.0, gt=0, le=1, description="weight of TTT step k is step_decay ** k")
+    noise: Number = Field(0.0, ge=0, description="width of the uniform noise added to the aux states")
     train_head: bool = Field(False, description="train the draft head (else: the target's rows, frozen)")
     keep: int = Field(2, ge=1, description="checkpoints kept: the best and the last ones")
     save_every: int | None = Field(None, ge=1, description="steps between checkpoints; default: each epoch")
@@ -189,7 +200,7 @@ class VerifyPart(Part):
         16, ge=1, description="of them, each asked at once with and without the drafter to compare their tokens/s"
     )
     draft_attention_backend: str | None = Field(None, description="attention backend of the drafter")
-    tolerance: float = Field(0.05, gt=0, description="largest |served - predicted| acceptance length")
+    tolerance: Number = Field(0.05, gt=0, description="largest |served - predicted| acceptance length")
 
 
 class Recipe(Part):
@@ -213,7 +224,10 @@ class Recipe(Part):
     @model_validator(mode="after")
     def _code_is_allowed_in_one_place(self) -> "Recipe":
         if {"trust-remote-code", "trust_remote_code"} & self.engine.args.keys():
-            raise ValueError("engine.args.trust-remote-code: set target.remote_code instead, which covers every stage")
+            raise ValueError(
+                "engine.args.trust-remote-code allows the checkpoint's code to the server alone - "
+                "set target.remote_code instead, which covers every stage"
+            )
         return self
 
     @model_validator(mode="after")
@@ -221,7 +235,7 @@ class Recipe(Part):
         if self.data.responses == "regenerate" and self.engine.sampling.max_tokens >= self.data.max_length:
             raise ValueError(
                 f"engine.sampling.max_tokens ({self.engine.sampling.max_tokens}) leaves no room for a prompt within "
-                f"data.max_length ({self.data.max_length}); lower the first or raise the second"
+                f"data.max_length ({self.data.max_length}) - lower the first or raise the second"
             )
         return self
 
@@ -243,29 +257,40 @@ class Recipe(Part):
         return self
 
 
-def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Reads a recipe file and applies `key.sub=value` overrides (values are YAML).
+def load_recipe(path: Path, overrides: Iterable[str] = (), limit: int | None = None) -> Recipe:
+    """Reads a recipe file and applies `key.sub=value` overrides (values are YAML), and `limit` to data.limit.
 
     Relative paths inside the recipe (target directory, prompt files, drafter) start at the recipe's folder when they
     exist there, else at the working directory; `run_dir` always starts at the working directory.
-    Raises InputError with the file, the key, what was found and what was expected.
+    Raises InputError with the file and line or the option, the key, what was found and what was expected.
     """
     if not path.is_file():
-        raise InputError(f"no recipe file {path}", fix="give the path of a YAML recipe; `recipes/` has ready ones")
+        what = f"{path} is a directory, not a recipe file" if path.is_dir() else f"no recipe file {path}"
+        raise InputError(what, fix="give the path of a YAML recipe; `recipes/` has ready ones")
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise InputError(f"{path} is not valid YAML: {_one_line(e)}", fix="correct that line") from None
-    if not isinstance(raw, dict):
+        document = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as e:
+        raise InputError(f"{path} is not UTF-8 text (byte {e.start:,})", fix="save it as UTF-8") from None
+    if not isinstance(document.value, dict):
         raise InputError(
-            f"{path} holds {_kind(raw)}, not a mapping of recipe keys", fix="start from a file in `recipes/`"
+            f"{path} holds {found(document.value)}, not a mapping of recipe keys", fix="start from a file in `recipes/`"
         )
-    for text in overrides:
-        _override(raw, text)
+    raw = _spelled_out(document.value)
+    given = [_override(raw, text) for text in overrides]
+    if limit is not None:
+        _set(raw, ("data", "limit"), limit, f"--limit {limit}")
+        given.append(Override(f"--limit {limit}", ("data", "limit")))
+    raw, source = _spelled_out(raw), Source(str(path), document, given)
+    for loc, text in strings(raw):
+        if "\0" in text:
+            key = ".".join(map(str, loc)).replace("\0", "\\0")
+            raise InputError(
+                f"{source.place(loc)[0]}: {key} holds a null byte, which no path or name can", fix="take it out"
+            )
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as e:
-        raise InputError("\n".join(_explain(path, err) for err in e.errors())) from None
+        raise explained(e, raw, Recipe, source) from None
     return _with_paths_resolved(recipe, path.resolve().parent)
 
 
@@ -278,56 +303,40 @@ def part_fingerprint(*parts: Part) -> str:
     return fingerprint([p.model_dump(mode="json", by_alias=True) for p in parts])
 
 
-def _override(raw: dict[Any, Any], text: str) -> None:
+def _spelled_out(raw: dict[Any, Any]) -> dict[Any, Any]:
+    """With {path: ...} for a target that is one word, and {} for sections that are empty."""
+    full = dict(raw)
+    if isinstance(full.get("target"), str):
+        full["target"] = {"path": full["target"]}
+    for name in Recipe.model_fields.keys() - {"run_dir"}:
+        if name in full and full[name] is None:
+            full[name] = {}
+    if isinstance(engine := full.get("engine"), dict):
+        empty: dict[str, Any] = {name: {} for name in ("args", "sampling") if name in engine and engine[name] is None}
+        full["engine"] = {**engine, **empty}
+    return full
+
+
+def _override(raw: dict[Any, Any], text: str) -> Override:
     key, sep, value = text.partition("=")
     if not sep or not key:
         raise InputError(f"--set {text!r} is not key=value", fix="write e.g. --set train.epochs=3")
+    option = f"--set {text}"
+    names = tuple(key.split("."))
+    _set(raw, names, read_yaml(value, option).value, option)
+    return Override(option, names)
+
+
+def _set(raw: dict[Any, Any], names: tuple[str, ...], value: Any, option: str) -> None:
     node = raw
-    *parents, last = key.split(".")
-    for i, name in enumerate(parents):
+    for i, name in enumerate(names[:-1]):
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
-            raise InputError(f"--set {text}: {'.'.join(parents[: i + 1])} is not a section of the recipe")
-    try:
-        node[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise InputError(
-            f"--set {text}: the value is not valid YAML", fix="quote it, e.g. --set 'key=\"text\"'"
-        ) from None
-
-
-def _explain(path: Path, err: Any) -> str:
-    loc = [str(x) for i, x in enumerate(err["loc"]) if i == 0 or not isinstance(err["loc"][i - 1], int)]
-    key = ".".join(loc)
-    if err["type"] == "extra_forbidden":
-        known = _keys_at(err["loc"][:-1])
-        near = difflib.get_close_matches(loc[-1], known, n=1)
-        hint = f'did you mean "{".".join([*loc[:-1], near[0]])}"?' if near else f"known keys here: {', '.join(known)}"
-        return f"{path}: unknown key {key} - {hint}"
-    if err["type"] == "missing":
-        return f"{path}: key {key} is missing - add it"
-    found = "" if not loc else f", found {err['input']!r}"
-    return f"{path}: {key or 'recipe'}: {err['msg'].removeprefix('Value error, ')}{found}"
-
-
-def _keys_at(loc: tuple[Any, ...]) -> list[str]:
-    model: Any = Recipe
-    for name in loc:
-        field = next((f for n, f in model.model_fields.items() if name in (n, f.alias)), None)
-        if field is not None:  # else: the place in a list, or the kind of its entry
-            model = _model_of(field.annotation)
-    return [f.alias or n for n, f in model.model_fields.items()]
-
-
-def _model_of(annotation: Any) -> Any:
-    """The model inside an annotation: of a list's entries, of a union's members."""
-    origin = get_origin(annotation)
-    if origin in (Annotated, list):
-        return _model_of(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
-        models = [_model_of(a) for a in get_args(annotation)]
-        return next(m for m in models if isinstance(m, type) and issubclass(m, BaseModel))
-    return annotation
+            raise InputError(
+                f"{option}: {'.'.join(names[: i + 1])} is not a section of the recipe",
+                fix=f"set {'.'.join(names[: i + 1])} as a whole",
+            )
+    node[names[-1]] = value
 
 
 def _with_paths_resolved(recipe: Recipe, base: Path) -> Recipe:
@@ -348,11 +357,3 @@ def _with_paths_resolved(recipe: Recipe, base: Path) -> Recipe:
             "draft": draft,
         }
     )
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
-
-
-def _one_line(e: Exception) -> str:
-    return " ".join(str(e).split())

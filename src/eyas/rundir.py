@@ -14,6 +14,7 @@ from eyas.files import read_json, write_json
 
 Status = Literal["running", "done", "failed"]
 T = TypeVar("T")
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,30 @@ class RunDir:
         self.baseline_json = root / "baseline.json"
         self.verify_json = root / "verify.json"
         self.report_html = root / "report.html"
+
+    def check_place(self) -> None:
+        """Raises InputError where no run may be: in somebody's directory of other files, or where there can be none."""
+        try:
+            why = self._unfit()
+        except OSError as e:
+            why = e.strerror or str(e)
+        if why is not None:
+            raise self._unusable(why)
+
+    def _unfit(self) -> str | None:
+        place = self.root.resolve()
+        for above in (place, *place.parents):
+            if above.exists() and not above.is_dir():
+                return "it is a file" if above == place else f"{above} is a file"
+        if place in (Path(place.anchor), Path.home().resolve()):
+            return "it is the home directory" if place == Path.home().resolve() else "it is the root of all directories"
+        ours = self.run_json.exists() or self.target_json.exists()
+        if not place.is_dir() or ours or not (others := sorted(p.name for p in place.iterdir() if p.name != _LOCK)):
+            return None
+        return f"it holds other files ({others[0]}{', ...' if len(others) > 1 else ''}) and is no run of eyas"
+
+    def _unusable(self, why: str) -> InputError:
+        return InputError(f"run_dir {self.root} cannot be used: {why}", fix="give a new or empty directory in run_dir")
 
     def record(self, stage: str) -> StageRecord | None:
         return self.records().get(stage)
@@ -128,17 +153,14 @@ class RunDir:
     def locked(self) -> Iterator[None]:
         """Holds the run directory; a second process is refused. The lock ends with the process, also on kill -9.
 
-        Raises InputError when there can be no such directory.
+        Raises InputError when there can be no such directory, or it is no run's.
         """
+        self.check_place()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            lock = open(self.root / ".lock", "a+")  # noqa: SIM115
+            lock = open(self.root / _LOCK, "a+")  # noqa: SIM115
         except OSError as e:
-            why = "it is a file" if isinstance(e, FileExistsError) else e.strerror or str(e)
-            raise InputError(
-                f"run_dir {self.root} cannot be used: {why}",
-                fix="name a directory that you may write, or one that is not there yet, in run_dir",
-            ) from None
+            raise self._unusable(e.strerror or str(e)) from None
         with lock as f:
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -98,6 +98,10 @@ def build_plan(recipe: Recipe, target: TargetInfo | None = None) -> Plan:
     machine = this_machine(run.root)
     drafter = drafter_sizes(target, recipe)
     problems: list[Problem] = []
+    try:
+        run.check_place()
+    except InputError as e:
+        problems.append(Problem(e.message, e.fix or "correct run_dir"))
     data: DataEstimate | None = None
     try:
         data = estimate_data(recipe, target, run)
