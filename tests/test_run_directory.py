@@ -18,7 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from eyas import pipeline
-from eyas.cli import _reported, app
+from eyas.cli import A_FAULT, _reported, app
 from eyas.data.committed import Committed
 from eyas.data.parts import harvest_files, read_part, write_part
 from eyas.data.schema import HARVESTED
@@ -273,6 +273,42 @@ def test_run_dir_is_a_file(tmp_path: Path, smollm2: Path) -> None:
         result = CliRunner().invoke(app, ["prepare", str(path), "--set", "engine.sampling.max_tokens=32"])
         assert result.exit_code == 2, result.output
         assert f"run_dir {run_dir} cannot be used" in result.stderr
+        planned = CliRunner().invoke(app, ["plan", str(path), "--set", "engine.sampling.max_tokens=32", "--json"])
+        assert planned.exit_code == 2
+        assert [p["fix"] for p in json.loads(planned.stdout)["problems"]] == [
+            "give a new or empty directory in run_dir"
+        ]
+
+
+def test_places_where_no_run_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, others = tmp_path / "home", tmp_path / "others"
+    home.mkdir()
+    others.mkdir()
+    (others / "recipe.yaml").touch()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(home))
+    for place, why in [
+        (Path("/"), "it is the root of all directories"),
+        (home, "it is the home directory"),
+        (others, r"it holds other files \(recipe\.yaml\) and is no run of eyas"),
+        (tmp_path, r"it holds other files \(file, \.\.\.\)"),
+        (tmp_path / "file", "it is a file"),
+        (tmp_path / "file" / "x", r".*file is a file"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ]:
+        with pytest.raises(InputError, match=f"cannot be used: {why}(?s:.*)fix: give a new or empty directory"):
+            RunDir(place).check_place()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError), RunDir(others).locked():
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
+    run = RunDir(home / "new" / "run")
+    for _ in range(2):  # not there; then with nothing but its lock
+        with run.locked():
+            pass
+    write_json(run.run_json, {"stages": {}})
+    (run.root / "x").touch()
+    run.check_place()
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"stages": {"train": {"what": 1}}}', '{"stages": 3}', "\x00\xff"])
@@ -303,8 +339,8 @@ def test_verifying_again_leaves_the_drafter(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, smollm2: Path) -> Run:
-    made = {"run_dir": str(tmp_path), "target": {"path": str(smollm2)}, "data": {"prompts": "p.jsonl"}}
-    return Run(Recipe.model_validate(made), resolve_target(str(smollm2)), RunDir(tmp_path), Progress())
+    made = {"run_dir": str(tmp_path / "run"), "target": {"path": str(smollm2)}, "data": {"prompts": "p.jsonl"}}
+    return Run(Recipe.model_validate(made), resolve_target(str(smollm2)), RunDir(tmp_path / "run"), Progress())
 
 
 def stage(work: Callable[[Run], dict[str, Any]], *, resumes: bool = False) -> Stage:
@@ -366,9 +402,9 @@ def test_a_new_attempt_does_not_leave_the_old_result(run: Run) -> None:
     assert {s.name for s in STAGES if s.resumes} == {"harvest", "train"}
 
 
-def test_an_engine_that_this_machine_has_no_room_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    (Path(run.dir.root) / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good day"}\n')
-    monkeypatch.chdir(run.dir.root)
+def test_an_engine_that_this_machine_has_no_room_for(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good day"}\n')
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pipeline, "this_machine", lambda root: Machine(2, 1 << 34, (), 1 << 34))
     many = run.recipe.engine.model_copy(update={"tensor_parallel": 8})
     run = replace(run, recipe=run.recipe.model_copy(update={"engine": many}))
@@ -388,5 +424,30 @@ def test_a_full_disk_is_an_error_and_a_bug_is_not(tmp_path: Path, capsys: pytest
     assert f"error: No space left on device: {tmp_path / 'a'}" in capsys.readouterr().err
     assert disk_error(RuntimeError("I/O error: Permission denied (os error 13)")) is not None
     for bug in (ValueError("x"), FileNotFoundError(errno.ENOENT, "none", "x")):
-        with pytest.raises(type(bug)), _reported(False):
-            raise bug
+        assert disk_error(bug) is None
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_bug_is_told_with_its_traceback(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, _reported(as_json) as told:  # noqa: PT012
+        told["run_dir"] = "r"
+        raise KeyError("x")
+    assert ended.value.exit_code == 1
+    out = capsys.readouterr()
+    assert "Traceback" in out.err
+    assert "error: unexpected KeyError: 'x'\n  fix: this is a fault of eyas" in out.err
+    if as_json:
+        assert json.loads(out.out) == {
+            "ok": False,
+            "error": {"message": "unexpected KeyError: 'x'", "fix": A_FAULT, "exit_code": 1},
+            "run_dir": "r",
+        }
+    else:
+        assert out.out == ""
+
+
+@pytest.mark.parametrize("how", [typer.Exit(2), BrokenPipeError()])
+def test_what_is_no_bug_passes(how: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(type(how)), _reported(True):
+        raise how
+    assert capsys.readouterr() == ("", "")
