@@ -84,6 +84,12 @@ def test_config_with_more_layers(tmp_path: Path) -> None:
     refused(tmp_path, "num_hidden_layers 1000000000, the weights hold only layer 0 to 2")
 
 
+def test_config_of_another_width_and_depth(tmp_path: Path) -> None:
+    fixtures.llama(tmp_path)
+    edit_config(tmp_path, lambda c: c.update(hidden_size=128, num_hidden_layers=32))
+    refused(tmp_path, "decoder layers 0 to 31, which no module owns ('model.' has layer 0 to 2)", "embed_tokens.weight")
+
+
 def test_config_with_fewer_layers(tmp_path: Path) -> None:
     fixtures.llama(tmp_path)
     edit_config(tmp_path, lambda c: c.update(num_hidden_layers=LAYERS - 1))
@@ -258,6 +264,7 @@ def test_weights_that_are_a_directory(tmp_path: Path) -> None:
         ({"data_offsets": ["0", "256"]}, "two ascending data_offsets in whole numbers expected"),
         ({"data_offsets": [256, 0]}, "two ascending data_offsets in whole numbers expected"),
         ({"data_offsets": [-256, 0]}, "two ascending data_offsets in whole numbers expected"),
+        ({"data_offsets": [0, 256]}, "starts at byte 0 of the data, the tensor before it ends at"),
         ({"data_offsets": [0]}, "the safetensors header cannot be read"),
         ({"shape": [64.0]}, "in whole numbers expected"),
         ({"shape": "ab"}, "in whole numbers expected"),

@@ -47,7 +47,7 @@ class TargetConfig:
 
     @property
     def model_type(self) -> str:
-        return str(self.text.get("model_type") or self.outer.get("model_type") or "")
+        return next((kind for level in self.levels if (kind := level.text("model_type"))), "")
 
     @property
     def values(self) -> Values:
@@ -64,6 +64,10 @@ class TargetConfig:
         for this model type has as its default, else None. Never a value of the outer config."""
         values, name = self._holder(field)
         return values.items.get(name)
+
+    def says(self, field: str) -> bool:
+        """The text config has `field` itself: it is not its class's default."""
+        return any(self.text.get(name) is not None for name in ALIASES.get(field, (field,)))
 
     def number(self, field: str, *, above: float = -math.inf) -> float | None:
         """As `find`; InputError when it is no finite number above `above`."""

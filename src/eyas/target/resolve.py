@@ -24,8 +24,7 @@ _IDENTITY_FILES = (
     "chat_template.json",
     "model.safetensors.index.json",
 )  # fmt: skip
-_NAMES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "float", "half")
-_DTYPES = (*_NAMES, *(f"torch.{name}" for name in _NAMES), "auto")
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "float", "half", "auto")
 
 
 def resolve_target(path_or_id: str, *, remote_code: bool = False) -> TargetInfo:
@@ -126,7 +125,7 @@ def _decide_head(config: TargetConfig, roles: Roles) -> tuple[TensorRef, list[st
 
 def _vocab_notes(config: TargetConfig, rows: int) -> list[str]:
     said = config.whole("vocab_size")
-    if said is not None and said != rows:
+    if config.says("vocab_size") and said != rows:
         return [f"config.json says vocab_size {said}, the embedding has {rows} rows: the rows count"]
     return []
 
@@ -160,10 +159,13 @@ def _experts(config: TargetConfig) -> int | None:
 
 
 def _dtype(config: TargetConfig, norm: TensorRef) -> str:
-    said = [level.text(key, _DTYPES) for level in config.levels for key in ("dtype", "torch_dtype")]
-    for name in said:
-        if name is not None and name != "auto":
-            return name.removeprefix("torch.")
+    for level in config.levels:
+        for key in ("dtype", "torch_dtype"):
+            name = (level.text(key) or "auto").removeprefix("torch.")
+            if name not in _DTYPES:
+                raise level.wrong(key, f"one of {', '.join(_DTYPES)}")
+            if name != "auto":
+                return name
     return {"BF16": "bfloat16", "F16": "float16"}.get(norm.dtype, "float32")
 
 

@@ -60,7 +60,9 @@ def find_roles(checkpoint: Checkpoint, *, hidden: int, layers: int, hints: Hints
         fits = [fit for fit in fits if not _OTHER.search(fit[0])] or fits
     if not fits:
         _refuse_fewer_layers(checkpoint, {p: n for p, n in numbers.items() if embeddings(p)}, layers)
-        raise _nothing("embedding", f"[vocabulary, {hidden}]", EMBEDDINGS, checkpoint, trunks)
+        raise _nothing(
+            "embedding", f"[vocabulary, {hidden}]", EMBEDDINGS, checkpoint, trunks, _shown_layers(numbers, layers)
+        )
     if len(fits) > 1 or len(fits[0][1]) > 1:
         raise _several("embedding", [ref for _, refs in fits for ref in refs], checkpoint)
     trunk, (embedding,) = fits[0]
@@ -176,7 +178,9 @@ def _last_parts(names: Iterable[str]) -> frozenset[str]:
     return frozenset(name.rpartition(".")[2] for name in names)
 
 
-def _nothing(role: str, shape: str, names: tuple[str, ...], checkpoint: Checkpoint, trunks: list[str]) -> InputError:
+def _nothing(
+    role: str, shape: str, names: tuple[str, ...], checkpoint: Checkpoint, trunks: list[str], layers: str = ""
+) -> InputError:
     leaves = _last_parts(names)
     like = [
         name
@@ -184,10 +188,8 @@ def _nothing(role: str, shape: str, names: tuple[str, ...], checkpoint: Checkpoi
         if not LAYER.match(name) and any(part in leaves for part in name.split(".")[-2:-1])
     ]
     shown = ", ".join(f"{name} {list(checkpoint.ref(name).shape)}" for name in sorted(like)[:8]) or "none"
-    where = f"beside the decoder layers ({', '.join(repr(t) for t in trunks)})" if trunks else "anywhere"
+    where = f"beside the decoder layers ({', '.join(map(repr, trunks))})" if trunks else f"beside {layers}"
     text = f"{checkpoint.path}: no {role} of shape {shape} {where}; tensors with such a name: {shown}"
-    if not trunks:
-        text += "; no module has decoder layers"
     return InputError(text, fix="check that the checkpoint is complete and that config.json belongs to it")
 
 
@@ -204,6 +206,12 @@ def _refuse_fewer_layers(checkpoint: Checkpoint, found: dict[str, set[int]], lay
         f"{number_ranges(numbers)} ({place}*)",
         fix="complete the checkpoint, or correct num_hidden_layers",
     )
+
+
+def _shown_layers(numbers: dict[str, set[int]], layers: int) -> str:
+    """What there is of decoder layers where no module owns all that config.json says."""
+    there = [f"{prefix!r} has layer {number_ranges(found)}" for prefix, found in sorted(numbers.items())[:4]]
+    return f"decoder layers 0 to {layers - 1}, which no module owns ({'; '.join(there) or 'none has any layer'})"
 
 
 def _several(role: str, refs: list[TensorRef], checkpoint: Checkpoint) -> InputError:

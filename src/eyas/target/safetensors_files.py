@@ -49,15 +49,24 @@ def read_header(file: Path) -> Header:
     try:
         tensors = json.loads(raw)
         tensors.pop("__metadata__", None)
-        end = max((_entry_end(file, name, entry) for name, entry in tensors.items()), default=0)
+        end = 0
+        for start, stop, name in sorted(_place(file, name, entry) for name, entry in tensors.items()):
+            if start != end:
+                raise InputError(
+                    f"{file}: header entry {name} starts at byte {start} of the data, the tensor before it ends at "
+                    f"{end}",
+                    fix=_AGAIN,
+                )
+            end = stop
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{file}: the safetensors header cannot be read", fix=_AGAIN) from None
     _check_size(file, 8 + len(raw) + end)
     return Header(file, tensors, 8 + len(raw))
 
 
-def _entry_end(file: Path, name: str, entry: dict[str, Any]) -> int:
-    """Where the tensor's data ends; InputError when the entry is malformed or contradicts itself."""
+def _place(file: Path, name: str, entry: dict[str, Any]) -> tuple[int, int, str]:
+    """Start and end of the tensor's data, and its name; InputError when the entry is malformed or contradicts
+    itself."""
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and _counts(shape) and _counts([start, end]) and start <= end):
         shown = repr(entry)
@@ -69,7 +78,7 @@ def _entry_end(file: Path, name: str, entry: dict[str, Any]) -> int:
     bits = BITS.get(dtype)
     if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
         raise InputError(f"{file}: header entry {name} says {dtype} {shape}, but {end - start} bytes", fix=_AGAIN)
-    return int(end)
+    return start, end, name
 
 
 def _counts(values: Any) -> bool:
