@@ -75,6 +75,12 @@ BAD_LINES: list[tuple[str, bytes | Any, str, str]] = [
     ("turns number", {"turns": 3}, "messages are not a list", "turns is a number"),
     ("tool result first", {"messages": [{"role": "tool", "content": "a"}, *user("b")["messages"]]}, "no user turn", ""),
     ("a key twice", b'{"text": "a", "text": "b"}', "broken JSON", "the key 'text' stands twice"),
+    (
+        "deep tools",
+        b'{"prompt": "a", "tools": [{"a": ' + b"[" * 800 + b"]" * 800 + b"}]}",
+        "nested too deeply",
+        "line 3",
+    ),
     ("NaN", b'{"prompt": NaN}', "broken JSON", "NaN is not JSON"),
     ("system list", {"prompt": "a", "system": ["b"]}, "system is not text", "system is a list"),
     ("two systems", {"prompt": "a", "system": "b", "system_prompt": "c"}, "more than one system prompt", "and"),

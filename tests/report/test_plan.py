@@ -375,6 +375,7 @@ def test_many_bad_rows_first(tmp_path: Path) -> None:
     assert plan.ok, plan.problems
     assert plan.data is not None
     assert plan.data.dropped == {"no known shape": 500}
+    assert plan.data.conversations == 1250, "half of the rows that were read"
 
 
 def test_rows_beyond_the_limit_are_no_problem(tmp_path: Path) -> None:

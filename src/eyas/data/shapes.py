@@ -56,6 +56,13 @@ class Conversation:
 
 def read_row(row: Any) -> Conversation:
     """The conversation in a row of any known shape. Raises RowError."""
+    try:
+        return _read(row)
+    except RecursionError:
+        raise RowError("nested too deeply") from None
+
+
+def _read(row: Any) -> Conversation:
     if not isinstance(row, Mapping):
         raise RowError("not an object", f"found {_kind(row)}")
     shape, raw = _raw_messages(row)
@@ -70,7 +77,7 @@ def read_row(row: Any) -> Conversation:
         _ = conversation.id
     except UnicodeEncodeError:
         raise RowError("text is not valid Unicode", "it holds half of a surrogate pair") from None
-    except (TypeError, ValueError, RecursionError) as e:
+    except (TypeError, ValueError) as e:
         raise RowError("tools or tool calls that JSON cannot hold", str(e)) from None
     return conversation
 

@@ -387,7 +387,7 @@ def _read_hub(name: str) -> Iterator[Row]:
 
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_IS_UTF16 = "the file is UTF-16, expected UTF-8"
+_IS_UTF16 = "the file is UTF-16, expected UTF-8 (iconv -f UTF-16 -t UTF-8 converts it)"
 
 
 def _is_utf16(path: Path) -> bool:
