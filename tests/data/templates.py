@@ -49,6 +49,13 @@ KIMI = _LAST_USER + (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
 
+# thinking is never rendered: every answer begins with an empty block
+KIMI_K2 = (
+    "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>"
+    "{{ '<think></think>' if m.role == 'assistant' else '' }}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+
 # a turn ends with the header of the next one: the stop token is <|user|>
 GLM = _LAST_USER + (
     "[gMASK]{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n"
@@ -110,6 +117,7 @@ class Style:
 
 _CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 _DEEPSEEK = ["<|begin|>", "<|end|>", "<|User|>", "<|Assistant|>"]
+_KIMI = ["<|im_user|>", "<|im_system|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>", "[EOS]"]
 STYLES = {
     "chatml": Style(CHATML, _CHATML, "<|im_end|>", ["<|im_end|>"]),
     "llama3": Style(
@@ -121,12 +129,8 @@ STYLES = {
     "qwen3": Style(QWEN3, _CHATML, "<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
     "deepseek_r1": Style(DEEPSEEK_R1, _DEEPSEEK, "<|end|>", ["<|end|>"]),
     "deepseek_v31": Style(DEEPSEEK_V31, _DEEPSEEK, "<|end|>", ["<|end|>"]),
-    "kimi": Style(
-        KIMI,
-        ["<|im_user|>", "<|im_system|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>", "[EOS]"],
-        "[EOS]",
-        ["<|im_end|>"],
-    ),
+    "kimi": Style(KIMI, _KIMI, "[EOS]", ["<|im_end|>"]),
+    "kimi_k2": Style(KIMI_K2, _KIMI, "[EOS]", ["<|im_end|>"]),
     "glm": Style(
         GLM,
         ["[gMASK]", "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"],

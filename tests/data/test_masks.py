@@ -193,6 +193,20 @@ CASES = [
         masks.SPLIT,
     ),
     (
+        "kimi_k2",  # the thinking goes where the template puts an empty block
+        THINKING,
+        ["<|im_user|>user<|im_middle|>hi<|im_end|><|im_assistant|>assistant<|im_middle|>«<think>why</think>yes<|im_end|>»",
+         "<|im_user|>user<|im_middle|>hi<|im_end|><|im_assistant|>assistant<|im_middle|><think></think>yes<|im_end|>"
+         "<|im_user|>user<|im_middle|>and<|im_end|><|im_assistant|>assistant<|im_middle|>«<think>so</think>no<|im_end|>»"],
+        masks.SPLIT,
+    ),
+    (
+        "kimi_k2",  # and not a second time where it stands in the content
+        conversation("hi", "<think>so</think>yes"),
+        ["<|im_user|>user<|im_middle|>hi<|im_end|><|im_assistant|>assistant<|im_middle|>«<think>so</think>yes<|im_end|>»"],
+        masks.WHOLE,
+    ),
+    (
         "deepseek_r1",  # thinking in the content, which the template drops but the target said
         conversation("hi", "<think>\nso</think>yes"),
         ["<|begin|><|User|>hi<|Assistant|><think>\n«so</think>yes<|end|>»"],

@@ -52,12 +52,14 @@ def served_turn(render: Renderer, before: list[Message], message: Message, tools
         at, how = _found(render, before, message, tools, prompt_text, after_text)
         text = after_text[at:]
         answer = render.encode_after(prompt, text)
-    unthought = _unthought(render, before, message, tools, text, after_text)
-    if unthought and render.opened_thinking is not None:
-        said = _thought_aloud(render, prompt_text, message)
-        answer, unthought = [*render.encode_after(prompt, said), *(i for i in answer if i in render.stop_ids)], False
+    thought = _unrendered_thought(render, before, message, tools, text, after_text)
+    if thought and (opened := _opened(render, prompt_text)):
+        said = _thought_aloud(opened, prompt_text, message)
+        answer, thought = [*render.encode_after(prompt, said), *(i for i in answer if i in render.stop_ids)], ""
+    elif filled := _filled(text, thought):
+        answer, thought = render.encode_after(prompt, filled), ""
     end = next((k + 1 for k, i in enumerate(answer) if i in render.stop_ids), None)
-    return Turn(prompt, answer[:end], end is not None, how, unthought)
+    return Turn(prompt, answer[:end], end is not None, how, bool(thought))
 
 
 def _texts(message: Message) -> Iterator[str]:
@@ -112,10 +114,10 @@ def _shared(a: str, b: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
-def _unthought(
+def _unrendered_thought(
     render: Renderer, before: list[Message], message: Message, tools: list[Any] | None, text: str, after_text: str
-) -> bool:
-    """Whether the rendering leaves the message's thinking out. Raises RowError if it leaves out the answer itself."""
+) -> str:
+    """The message's thinking if the rendering leaves it out. Raises RowError if it leaves out the answer itself."""
     found = _squeezed(text)
 
     def has_no_effect(changed: Message) -> bool:
@@ -126,8 +128,8 @@ def _unthought(
     thought, content = _parted(message["content"])
     if _squeezed(content) not in found and has_no_effect({**message, "content": thought}):
         raise RowError("the chat template does not render the answer")
-    thought = message.get("reasoning_content", thought)
-    return _squeezed(thought) not in found
+    thought = str(message.get("reasoning_content", thought))
+    return "" if _squeezed(thought) in found else thought
 
 
 def _parted(content: str) -> tuple[str, str]:
@@ -143,15 +145,32 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _thought_aloud(render: Renderer, prompt_text: str, message: Message) -> str:
+def _opened(render: Renderer, prompt_text: str) -> tuple[str, str] | None:
+    """The marks of the thinking that the end of this prompt opens."""
+    marks = render.opened_thinking
+    return marks if marks and prompt_text.rstrip().endswith(marks[0]) else None
+
+
+def _thought_aloud(opened: tuple[str, str], prompt_text: str, message: Message) -> str:
     """What the target says after a prompt that opens its thinking. Raises RowError if that cannot be known.
 
     It is the content where the thinking stands in it. Thinking on its own could be joined to it in several ways.
     """
-    assert render.opened_thinking is not None
-    opening, closing = render.opened_thinking
-    opened = prompt_text[prompt_text.rfind(opening) :]
+    opening, closing = opened
     content = str(message["content"])
     if closing not in content or "reasoning_content" in message or message.get("tool_calls"):
         raise RowError("the chat template opens thinking that it does not render")
-    return content.removeprefix(opened) if content.startswith(opened) else content.removeprefix(opening)
+    tail = prompt_text[prompt_text.rfind(opening) :]
+    return content.removeprefix(tail) if content.startswith(tail) else content.removeprefix(opening)
+
+
+def _filled(text: str, thought: str) -> str:
+    """The answer with its thinking in the empty block that the template puts first (Kimi K2); "" if there is none."""
+    for opening, closing in THINKING:
+        before, block, rest = text.partition(opening + closing)
+        if block and not before.strip():
+            if rest.lstrip().startswith(opening):  # the thinking stands in the content, in a block of its own
+                return before + rest.lstrip()
+            if thought:
+                return f"{before}{opening}{thought}{closing}{rest}"
+    return ""
