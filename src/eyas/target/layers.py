@@ -84,8 +84,9 @@ def _refuse_odd_shapes(checkpoint: Checkpoint, tensors: list[dict[str, str]], ty
     shapes: dict[tuple[str, str, str], dict[tuple[int, ...], list[tuple[int, str]]]] = defaultdict(
         lambda: defaultdict(list)
     )
+    entries = checkpoint.weight_entries()
     for number, own in enumerate(tensors):
-        for key, name, entry in _entries(checkpoint, own):
+        for key, name, entry in _plain(entries, own):
             shapes[types[number], key, entry["dtype"]][tuple(entry["shape"])].append((number, name))
     for found in shapes.values():
         if len(found) < 2:
@@ -102,13 +103,12 @@ def _refuse_odd_shapes(checkpoint: Checkpoint, tensors: list[dict[str, str]], ty
                 )
 
 
-def _entries(checkpoint: Checkpoint, own: dict[str, str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _plain(entries: dict[str, dict[str, Any]], own: dict[str, str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name within the layer (experts alike), whole name and header entry of the tensors that are stored plainly."""
     for rest, name in own.items():
-        if rest.endswith((".weight", ".bias")):
-            entry = checkpoint.header_of(name).tensors[name]
-            if entry["dtype"] in _PLAIN:
-                yield _EXPERT.sub("*", rest), name, entry
+        entry = entries.get(name)
+        if entry is not None and entry["dtype"] in _PLAIN:
+            yield _EXPERT.sub("*", rest), name, entry
 
 
 def _some(names: Iterable[str]) -> str:

@@ -17,7 +17,9 @@ BITS = {
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000  # the format's own limit, in bytes
-_END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d+)\s*\]')
+_PLACE = re.compile(rb'"data_offsets"\s*:\s*\[\s*(\d+)\s*,\s*(\d+)\s*\]')
+_WEIGHT = re.compile(rb'"([^"\\]+\.(?:weight|bias))"\s*:\s*(\{[^{}]*\})')
+_SHAPE = re.compile(rb'"shape"\s*:\s*\[[\d\s,]*\]')
 _SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 
 
@@ -30,12 +32,18 @@ class Header:
     data_start: int
 
     def ref(self, name: str) -> TensorRef:
-        entry = self.tensors[name]
+        entry = self.entry(name)
         return TensorRef(name=name, file=self.file, shape=tuple(entry["shape"]), dtype=entry["dtype"])
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """dtype, shape and data_offsets; InputError when they are malformed or contradict each other."""
+        entry = self.tensors[name]
+        _check_entry(self.file, name, entry)
+        return entry
 
     def data_range(self, name: str) -> tuple[int, int]:
         """First byte and end of the tensor's data in the file."""
-        start, end = self.tensors[name]["data_offsets"]
+        start, end = self.entry(name)["data_offsets"]
         return self.data_start + start, self.data_start + end
 
 
@@ -49,25 +57,34 @@ def read_header(file: Path) -> Header:
     try:
         tensors = json.loads(raw)
         tensors.pop("__metadata__", None)
-        end = 0
-        for start, stop, name in sorted(_place(file, name, entry) for name, entry in tensors.items()):
-            if start != end:
-                raise InputError(
-                    f"{file}: header entry {name} starts at byte {start} of the data, the tensor before it ends at "
-                    f"{end}",
-                    fix=_AGAIN,
-                )
-            end = stop
+        places = _PLACE.findall(raw)
+        if not len(tensors) == len(places) == len(_SHAPE.findall(raw)):  # one of them is malformed
+            for name, entry in tensors.items():
+                _check_entry(file, name, entry)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{file}: the safetensors header cannot be read", fix=_AGAIN) from None
-    _check_size(file, 8 + len(raw) + end)
+    _check_size(file, 8 + len(raw) + _data_end(file, places))
     return Header(file, tensors, 8 + len(raw))
 
 
-def _place(file: Path, name: str, entry: dict[str, Any]) -> tuple[int, int, str]:
-    """Start and end of the tensor's data, and its name; InputError when the entry is malformed or contradicts
-    itself."""
-    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+def _data_end(file: Path, places: list[tuple[bytes, bytes]]) -> int:
+    """The end of data that starts at 0 and has neither gaps nor overlaps, which the format demands."""
+    end = 0
+    for start, stop in sorted((int(start), int(stop)) for start, stop in places):
+        if start != end or stop < start:
+            raise InputError(
+                f"{file}: a tensor lies at bytes {start} to {stop} of the data, the one before it ends at {end}",
+                fix=_AGAIN,
+            )
+        end = stop
+    return end
+
+
+def _check_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        dtype = shape = start = end = None
     if not (isinstance(dtype, str) and _counts(shape) and _counts([start, end]) and start <= end):
         shown = repr(entry)
         raise InputError(
@@ -78,7 +95,6 @@ def _place(file: Path, name: str, entry: dict[str, Any]) -> tuple[int, int, str]
     bits = BITS.get(dtype)
     if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
         raise InputError(f"{file}: header entry {name} says {dtype} {shape}, but {end - start} bytes", fix=_AGAIN)
-    return start, end, name
 
 
 def _counts(values: Any) -> bool:
@@ -89,9 +105,9 @@ def scan_header(file: Path) -> int:
     """Checks a file's size against its header and returns its number of tensors, without building the header's objects:
     ten times as fast as `read_header`, which counts with 200,000 tensors."""
     raw = _raw_header(file)
-    ends = _END.findall(raw)
-    _check_size(file, 8 + len(raw) + max(map(int, ends), default=0))
-    return len(ends)
+    places = _PLACE.findall(raw)
+    _check_size(file, 8 + len(raw) + max((int(end) for _, end in places), default=0))
+    return len(places)
 
 
 def _raw_header(file: Path) -> bytes:
@@ -155,6 +171,16 @@ class Checkpoint:
 
     def ref(self, name: str) -> TensorRef:
         return self.header_of(name).ref(name)
+
+    def weight_entries(self) -> dict[str, dict[str, Any]]:
+        """Header entries of all tensors named `*.weight` or `*.bias`, without parsing the others: of 200,000 tensors
+        that is a matter of a tenth of a second."""
+        found: dict[str, dict[str, Any]] = {}
+        for file in self.files:
+            for name, entry in _WEIGHT.findall(_raw_header(self.path / file)):
+                found[name.decode()] = json.loads(entry)
+                _check_entry(self.path / file, name.decode(), found[name.decode()])
+        return found
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
