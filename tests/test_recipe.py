@@ -50,6 +50,7 @@ def test_overrides(tmp_path: Path) -> None:
         ({"train": {"epochs": "many"}}, "fix: e.g. train.epochs: 10, which is the default"),
         ({"train": {"epochs": 0}}, "train.epochs: expected a number of at least 1, found 0"),
         ({"data": {}}, "line 1: key data.prompts is missing\n  fix: add it"),
+        ({"data": {"prompts": [""]}}, "data.prompts.0: expected a text that is not empty, found ''"),
         ({"data": {"prompts": []}}, "data.prompts: expected a list that is not empty, found an empty list"),
         ({"train": {"optimizer": "sgd"}}, "train.optimizer: expected 'adamw' or 'muon', found 'sgd'"),
         ({"data": {"prompts": "p", "max_length": 64}}, "engine.sampling.max_tokens (2048) leaves no room for a prompt"),

@@ -64,7 +64,8 @@ def _prompts_kind(value: Any) -> str:
     return "source" if isinstance(value, dict | PromptSource) else "path"
 
 
-Prompts = Annotated[Annotated[str, Tag("path")] | Annotated[PromptSource, Tag("source")], Discriminator(_prompts_kind)]
+_PromptPath = Annotated[str, Field(min_length=1), Tag("path")]
+Prompts = Annotated[_PromptPath | Annotated[PromptSource, Tag("source")], Discriminator(_prompts_kind)]
 
 
 class DataPart(Part):

@@ -154,8 +154,16 @@ def test_a_cut_answer_ends_its_conversation(bench: Callable[..., Bench]) -> None
     counts = b.harvest(b.engine())
     assert counts["samples"] < 18
     cut = counts["finish_reasons"]["length"]
-    assert sum(counts["ended"].values()) >= cut - 6
-    assert all("cut by length" in why for why in counts["ended"])
+    assert cut
+    assert counts["ended"] == {"later turns not asked: the answer before was cut by length": 18 - counts["samples"]}
+
+
+def test_turns_without_room_are_counted_one_by_one(bench: Callable[..., Bench]) -> None:
+    """Also those after the first that had none."""
+    b = bench(n=6, turns=4, max_tokens=7, max_length=110)
+    counts = b.harvest(b.engine(stop_after=lambda r: 3))
+    assert counts["samples"] < 24
+    assert counts["ended"] == {"later turns not asked: no room within data.max_length": 24 - counts["samples"]}
 
 
 def test_a_grown_limit_asks_only_for_the_new_ones_and_moves_splits(bench: Callable[..., Bench]) -> None:

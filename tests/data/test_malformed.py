@@ -234,6 +234,19 @@ def test_rows_of_a_csv_that_are_broken_alone(go: Any, tmp_path: Path) -> None:
     assert dropped[-1]["place"] == "p.csv, row 5 (line 5)"
 
 
+def test_a_record_of_very_many_lines(go: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.data.sources._LONGEST_RECORD", 3)
+    (tmp_path / "p.csv").write_text('prompt\na\n"b\nc\nd"\n"e\nf\ng\nh"\n')
+    counts, dropped = go(tmp_path / "p.csv")
+    assert counts["conversations"] == 2
+    assert dropped[0]["detail"] == "4 lines in one record: a quote is not closed where it should be"
+
+
+def test_half_a_surrogate_as_a_key(go: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"its keys: \\ud800"):
+        go(jsonl(tmp_path / "p.jsonl", [{"\ud800": 1}]))
+
+
 def test_half_a_surrogate_as_the_source(go: Any, tmp_path: Path) -> None:
     counts, _ = go(jsonl(tmp_path / "p.jsonl", [*GOOD, {"prompt": "a", "source": "\ud800"}]))
     assert counts["sources"] == {"p.jsonl": 5}

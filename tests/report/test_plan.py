@@ -382,3 +382,11 @@ def test_rows_beyond_the_limit_are_no_problem(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(lines(*GOOD, "{"))
     assert with_rows(tmp_path, file, "data.limit=20").ok
+
+
+def test_a_later_file_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.jsonl").write_text(lines(*[{"prompt": f"q {k}"} for k in range(500)]))
+    (tmp_path / "d" / "b.parquet").write_text("PAR1 no")
+    (problem,) = with_rows(tmp_path, tmp_path / "d").problems
+    assert "b.parquet is not a Parquet file" in problem.message

@@ -23,7 +23,8 @@ class Dropped:
 
     def add(self, reason: str, place: str, detail: str, value: Any = None) -> None:
         self.counts[reason] += 1
-        self.first.setdefault(reason, f"{place}: {detail}" if detail else place)
+        first = f"{place}: {detail}" if detail else place
+        self.first.setdefault(reason, first.encode("utf-8", "backslashreplace").decode())
         if self.counts[reason] <= EXAMPLES:
             line = {"reason": reason, "place": place, "detail": detail, "excerpt": _excerpt(value)}
             self._file.write(json.dumps(line) + "\n")
@@ -66,4 +67,4 @@ def _excerpt(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    return text.replace("[", r"\[").encode("utf-8", "replace").decode()
+    return text.replace("[", r"\[")

@@ -4,7 +4,6 @@ import csv
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -111,13 +110,15 @@ def count_rows(name: str, at_least: int) -> int:
         return at_least
     total = 0
     for file in data_files(path) if path.is_dir() else [path]:
-        if _kind(file) == ".parquet":
-            total += pq.read_metadata(file).num_rows
+        rows = _read(file, alone=False)  # says what is wrong with a file that cannot be opened
+        if _kind(file) == ".parquet" and file.stat().st_size:
+            with _open_parquet(file) as table:
+                total += table.metadata.num_rows
         elif _kind(file) in (".jsonl", ".ndjson"):
             with open(file, "rb") as f:
                 total += sum(1 for line in f if not line.isspace())
         else:
-            total += sum(1 for _ in _read(file, alone=False))
+            total += sum(1 for _ in rows)
     return total
 
 
@@ -356,13 +357,16 @@ def _cell(text: str) -> Any:
     return text
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
-    name = shown(path.name)
+def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
-        file = pq.ParquetFile(path)
+        return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as e:
         raise InputError(f"{shown(path)} is not a Parquet file: {_first_line(e)}", fix="write it again") from None
-    with closing(file):
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    name = shown(path.name)
+    with _open_parquet(path) as file:
         number = 0
         try:
             for batch in file.iter_batches(batch_size=256):
