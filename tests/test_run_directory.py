@@ -154,18 +154,17 @@ def test_damaged_proofs_are_written_again(
     assert run.proofs() == proven
 
 
-@pytest.mark.parametrize("way", ["zeros", "cut", "longer"])
 @pytest.mark.parametrize(
-    ("stage", "file"),
+    ("stage", "file", "way"),
     [
-        ("prepare", "samples/prepared.parquet"),
-        ("harvest", "samples/a.parquet"),
-        ("vocab", "vocab/vocab.safetensors"),
-        ("train", "train/final/model.safetensors"),
-        ("train", "train/final/config.json"),
-        ("export", "drafter/vllm/model.safetensors"),
-        ("export", "drafter/vllm/config.json"),
-        ("verify", "verify.json"),
+        ("prepare", "samples/prepared.parquet", "zeros"),
+        ("harvest", "samples/a.parquet", "zeros"),
+        ("vocab", "vocab/vocab.safetensors", "cut"),
+        ("train", "train/final/model.safetensors", "zeros"),
+        ("train", "train/final/config.json", "longer"),
+        ("export", "drafter/vllm/model.safetensors", "zeros"),
+        ("export", "drafter/vllm/config.json", "longer"),
+        ("verify", "verify.json", "cut"),
     ],
 )
 def test_a_changed_product_is_made_again(
@@ -196,6 +195,20 @@ def test_a_copied_run_is_unchanged(
     assert done() == []
     (tmp_path / "run" / "drafter" / "vllm" / "model.safetensors").write_text("[]")
     assert done() == ["export"]
+
+
+@pytest.mark.parametrize("text", ["{", '{"x": 1}', None])
+def test_products_that_are_not_recorded_are_recorded_again(
+    done: Callable[..., list[str]], tmp_path: Path, text: str | None
+) -> None:
+    record = tmp_path / "run" / ".products" / "export.json"
+    was = record.read_text()
+    if text is None:
+        record.unlink()
+    else:
+        record.write_text(text)
+    assert done() == []
+    assert record.read_text() == was
 
 
 def test_the_stage_before_lost_its_product(done: Callable[..., list[str]], tmp_path: Path) -> None:

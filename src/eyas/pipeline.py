@@ -108,8 +108,11 @@ def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str, list[Pat
         before[stage.name] = made_of
         record = run.dir.record(stage.name)
         unchanged = record is not None and record.status == "done" and record.fingerprint == made_of
-        lost = Products(run.dir.root, stage.name).changed(stage.products(run.dir)) if unchanged else []
+        products = Products(run.dir.root, stage.name)
+        lost = products.changed(stage.products(run.dir)) if unchanged else []
         done = unchanged and not lost
+        if done and not products.recorded:
+            products.record(stage.products(run.dir))
         if done and i >= begin:
             run.progress.say(f"{stage.name}: unchanged, skipped")
         elif not done and i < begin:

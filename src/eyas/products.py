@@ -33,6 +33,10 @@ class Products:
             *(p for p in unknown if not _readable(p)),
         ]
 
+    @property
+    def recorded(self) -> bool:
+        return bool(self._stamps)
+
     def record(self, files: Iterable[Path]) -> None:
         stamps = {str(p.relative_to(self._root)): _stamp(p) for p in files if p.is_file()}
         write_json(self._json, stamps)
