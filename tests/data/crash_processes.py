@@ -44,6 +44,7 @@ def client(target: Path, root: Path, prompts: Path, url: str) -> int:
     vllm.tenacity.wait_exponential_jitter = lambda **kwargs: tenacity.wait_fixed(SHORT_PAUSE)  # type: ignore[misc,assignment]
     vllm.OUTAGE_SECONDS = 0.0
     run, quiet = RunDir(root), Progress(quiet=True)
+    run.target_json.write_text("{}")  # the mark of a run directory, as every command leaves it
     what = recipe(root, target, [prompts], states="bf16")
     what = what.model_copy(update={"engine": what.engine.model_copy(update={"urls": [url], "concurrency": 6})})
     info = resolve_target(str(target))
