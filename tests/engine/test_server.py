@@ -128,7 +128,7 @@ Triton is installed, but doesn't include CPU backend. Disabling Triton.
 (APIServer pid=9) INFO 11-29 21:33:03 [api_utils.py:286] non-default args: {'host': '127.0.0.1'}
 (APIServer pid=9) INFO 11-29 21:33:03 [model.py:733] Resolved architecture: LlamaForCausalLM
 (EngineCore pid=8) INFO 11-29 21:33:13 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: \
-model='/data/smollm2', speculative_config=SpeculativeConfig(method='eagle3'
+model='/data/runs/smollm2', speculative_config=SpeculativeConfig(method='eagle3'
 (EngineCore pid=8) INFO 11-29 21:33:13 [omp.py:185] \tlocal_rank=0, core ids=[0]
 (Worker pid=7) WARNING 11-29 21:33:24 [cpu.py:224] Triton is not installed. triton-cpu is expected on x86 CPUs.
 Loading safetensors checkpoint shards:   0% Completed | 0/9 [00:00<?, ?it/s]
