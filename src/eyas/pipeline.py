@@ -158,8 +158,8 @@ def _run_one(run: Run, stage: Stage, made_of: str) -> None:
         record.finished = datetime.now(UTC).isoformat(timespec="seconds")
         record.proofs = run.dir.new_proofs(stage.name)
         run.dir.write_record(stage.name, record)
-    sessions = f" ({record.seconds - earlier:,.1f} s of them now)" if earlier >= 0.1 else ""
-    run.progress.say(f"{stage.name}: done in {record.seconds:,.1f} s{sessions}  {_counts_line(record.counts)}")
+    attempts = f" ({record.seconds - earlier:,.1f} s of them now)" if earlier >= 0.1 else ""
+    run.progress.say(f"{stage.name}: done in {record.seconds:,.1f} s{attempts}  {_counts_line(record.counts)}")
 
 
 @contextmanager

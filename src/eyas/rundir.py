@@ -34,7 +34,7 @@ class StageRecord:
     fingerprint: str
     status: Status
     seconds: float = 0.0
-    """of all sessions that worked on these inputs until it was done; of one that was killed, up to its last note"""
+    """of all attempts with these inputs until it was done; of one that was killed, up to its last note"""
     finished: str | None = None
     counts: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
