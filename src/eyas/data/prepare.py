@@ -257,7 +257,9 @@ def _write_split(aside: Path, path: Path, marks: np.ndarray, held_out: int) -> N
     last = np.partition(marks, held_out - 1)[held_out - 1] if held_out else None
     column = PREPARED.get_field_index("split")
     with written_aside(path) as whole, pq.ParquetWriter(whole, PREPARED, write_statistics=False) as writer:
-        for batch in pq.ParquetFile(aside).iter_batches(batch_size=BATCH):
-            out = [last is not None and _mark(i) <= last for i in batch.column("id").to_pylist()]
+        file = pq.ParquetFile(aside)
+        for group in range(file.num_row_groups):  # not iter_batches, which keeps what it has read until its end
+            table = file.read_row_group(group)
+            out = [last is not None and _mark(i) <= last for i in table["id"].to_pylist()]
             split = pa.array(["holdout" if o else "train" for o in out], pa.string())
-            writer.write_table(pa.Table.from_batches([batch]).set_column(column, PREPARED.field(column), split))
+            writer.write_table(table.set_column(column, PREPARED.field(column), split))
