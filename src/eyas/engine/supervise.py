@@ -4,6 +4,8 @@ The parent holds the other end of this process's standard input; its end (the pa
 kill -9) is the order to stop: SIGTERM to the command's process group, then SIGKILL to whatever is left of it. This
 process is a "subreaper", so that orphans of the command stay in its sight. Exit status: the command's own, 143 when
 it was told to stop.
+
+`start` and `stop` are the parent's side.
 """
 
 import ctypes
@@ -13,13 +15,42 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
 GRACE_SECONDS = 10.0
+STOP_SECONDS = 30.0
+"""the supervisor's time to end all that it watches"""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.2
+
+
+def start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """The supervisor of `command`, whose output goes to `log`. It is ended by `stop`, or by the end of this process."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "eyas.engine.supervise", *command],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the command in order
+        )
+
+
+def stop(supervisor: subprocess.Popen[bytes]) -> None:
+    """Ends the command and all it started, and waits for that."""
+    assert supervisor.stdin is not None
+    supervisor.stdin.close()
+    try:
+        supervisor.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        supervisor.wait()
 
 
 def _prctl(option: int, value: int) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import httpx
 
-from eyas.engine import vllm_versions
+from eyas.engine import supervise, vllm_versions
 from eyas.errors import EngineError, InputError
 from eyas.recipe import EnginePart
 from eyas.target.info import TargetInfo
@@ -26,7 +26,6 @@ CPU_KV_CACHE_GIB = 2
 _TAIL_LINES = 25
 _TAIL_BYTES = 64 * 1024
 _SAY_EVERY = 10.0
-_STOP_SECONDS = 30.0
 _CAPTURE_MODULE = "eyas.engine.capture_connector"
 # What vLLM says of its progress: "(EngineCore pid=12) INFO 11-29 20:57:40 [file.py:317] Loading weights took 3 s", and
 # the bars "Loading safetensors checkpoint shards:  50% Completed | 1/2 [...". A message begins with a capital letter;
@@ -240,17 +239,9 @@ class VllmServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "VllmServer":
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
-        with open(self.log_file, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "eyas.engine.supervise", *self.command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment, "VLLM_API_KEY": self._secret},
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the server in order
-            )
+        environment = {**os.environ, **self._environment, "VLLM_API_KEY": self._secret}
+        self._process = supervise.start(self.command, self.log_file, environment)
         try:
             self._wait_until_it_answers(start)
         except BaseException:
@@ -262,15 +253,8 @@ class VllmServer:
 
     def __exit__(self, *exc: object) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            supervise.stop(process)
 
     def check(self) -> None:
         if self._process is None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from eyas.engine import supervise
 from eyas.errors import EyasError, InputError
 from eyas.files import read_json
 from eyas.progress import Progress, Task
@@ -26,8 +27,6 @@ from eyas.train.interrupt import ctrl_c
 from eyas.train.rank import KINDS, Job, RankError, RankFiles
 
 POLL_SECONDS = 0.1
-STOP_SECONDS = 30.0
-"""the supervisor's time to end all ranks"""
 
 
 def train_stage(
@@ -72,30 +71,15 @@ def train_in_ranks(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Pr
 @contextmanager
 def _torchrun(files: RankFiles, ranks: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The supervisor's process; it ends when all ranks have ended, and they when the block does."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command = [*launcher, *meet, "--max-restarts", "0", "-m", "eyas.train.rank", str(files.root)]
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
-    with open(log, "wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "eyas.engine.supervise", *command],
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**threads, **os.environ},
-            start_new_session=True,  # Ctrl-C reaches this process alone, which asks the ranks to stop
-        )
-    assert process.stdin is not None
+    process = supervise.start(command, log, {**threads, **os.environ})
     try:
         yield process
     finally:
-        process.stdin.close()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        supervise.stop(process)
 
 
 def _follow(process: subprocess.Popen[bytes], files: RankFiles, progress: Progress, asked: Callable[[], bool]) -> None:
