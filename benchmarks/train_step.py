@@ -22,19 +22,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from speculators import SpeculatorsConfig, VerifierConfig
+from drafters import Shape, build, config
 from speculators.losses import resolve_loss_config
 from speculators.models.attention import create_float_mask
-from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
-from speculators.proposals.greedy import GreedyTokenProposalConfig
 from speculators.train.optimizers import build_optimizers
-from transformers import LlamaConfig
 
 from eyas.draft.loss import loss_config
 from eyas.draft.model import Eagle3Drafter
@@ -45,19 +41,6 @@ from eyas.train.optimizers import build_optimizer
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    mlp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    draft_vocab: int
-    tokens: int
-    document: int
-
-
 SHAPES = {
     "kimi": Shape(7168, 18432, 64, 64, 128, 163840, 32000, 8192, 1024),
     "8b": Shape(4096, 12288, 32, 8, 128, 151936, 32000, 8192, 1024),
@@ -65,47 +48,9 @@ SHAPES = {
 }
 
 
-def config(shape: Shape, implementation: str) -> Eagle3SpeculatorConfig:
-    layer = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        num_hidden_layers=1,
-        vocab_size=shape.vocab,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
-    )
-    layer._attn_implementation = implementation
-    return Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
-        draft_vocab_size=shape.draft_vocab,
-        norm_before_residual=True,
-        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=None, architectures=[]),
-        ),
-    )
-
-
-def build(kind: type[Eagle3DraftModel], shape: Shape, device: torch.device) -> Any:
-    """A model with random float32 weights; the draft vocabulary is the first draft_vocab tokens."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = kind(config(shape, "simple_flex_attention" if device.type == "cuda" else "eager")).float()
-    with torch.no_grad():
-        model.embed_tokens.weight.normal_(0, 0.5)
-        model.lm_head.weight.normal_(0, 0.05)
-        model.verifier_lm_head.weight.copy_(model.lm_head.weight)
-        model.t2d[: shape.draft_vocab] = True
-    for frozen in (model.embed_tokens, model.lm_head, model.verifier_lm_head, model.verifier_norm):
-        frozen.weight.requires_grad_(False)
-        frozen.weight.copy_(frozen.weight.bfloat16())
+def model_of(kind: type[Eagle3DraftModel], shape: Shape, device: torch.device) -> Eagle3DraftModel:
+    implementation = "simple_flex_attention" if device.type == "cuda" else "eager"
+    model = build(kind, shape, config(shape, implementation, 50000.0), device)
     if isinstance(model, Eagle3Drafter) and device.type == "cuda":
         model.hold_frozen_in(torch.bfloat16)
     return model.train()
@@ -247,7 +192,7 @@ def measure(
     side: str, shape: Shape, share: float, steps: int, device: torch.device, repeats: int, *, profiled: bool
 ) -> dict[str, Any]:
     kind, forward_of = (Eagle3Drafter, ours) if side == "eyas" else (Eagle3DraftModel, theirs)
-    model = build(kind, shape, device)
+    model: Any = model_of(kind, shape, device)
     batch = make_batch(shape, share, steps, device)
     forward = forward_of(model, batch, steps, device)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -30,10 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from speculators import SpeculatorsConfig, VerifierConfig
-from speculators.models.eagle3 import Eagle3SpeculatorConfig
-from speculators.proposals.greedy import GreedyTokenProposalConfig
-from transformers import LlamaConfig
+from drafters import Shape, build, config
 
 from eyas.draft.loss import loss_config
 from eyas.draft.model import Eagle3Drafter
@@ -47,21 +44,6 @@ from eyas.train.packing import Schedule, share_out
 STARTED = time.monotonic()
 RESULTS = Path(__file__).resolve().parent / "results"
 OF_TORCHRUN = re.compile("RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|ROLE_|TORCHELASTIC_")
-
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    mlp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    draft_vocab: int
-    tokens: int
-    """of one pack"""
-    document: int
-    """mean tokens of a document"""
 
 
 SHAPES = {
@@ -114,42 +96,8 @@ class Unsaved(DrafterTrainer):
 
 
 def drafter(shape: Shape, device: torch.device, part: TrainPart) -> Eagle3Drafter:
-    """Random weights, the same on every rank; the draft vocabulary is the first draft_vocab tokens."""
-    layer = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        num_hidden_layers=1,
-        vocab_size=shape.vocab,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
-        draft_vocab_size=shape.draft_vocab,
-        norm_before_residual=True,
-        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=part.ttt_steps)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=None, architectures=[]),
-        ),
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Eagle3Drafter(config).float()
-    with torch.no_grad():
-        model.embed_tokens.weight.normal_(0, 0.5)
-        model.lm_head.weight.normal_(0, 0.05)
-        model.t2d[: shape.draft_vocab] = True
-    model.verifier_lm_head.weight = model.lm_head.weight
-    for frozen in (model.embed_tokens, model.lm_head, model.verifier_norm):
-        frozen.weight.requires_grad_(False)
-        frozen.weight.copy_(frozen.weight.bfloat16())
+    model = build(Eagle3Drafter, shape, config(shape, "eager", 500000.0), device)
+    model.verifier_lm_head.weight = model.lm_head.weight  # one matrix, as a run holds it
     if in_bfloat16(part, device):
         model.hold_frozen_in(torch.bfloat16)
     return model
