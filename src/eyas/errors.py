@@ -33,6 +33,12 @@ class ProofError(EyasError):
     """A numeric check of a stage failed; its artifacts must not be used."""
 
 
+def first_line(e: Exception) -> str:
+    """The first line of a foreign exception's message, or its kind where it has none."""
+    lines = str(e).strip().splitlines()
+    return lines[0] if lines else type(e).__name__
+
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _OF_SAFETENSORS = re.compile(r"\(os error (\d+)\)")

@@ -19,7 +19,6 @@ from pydantic import (
 )
 
 from eyas.errors import InputError
-from eyas.files import fingerprint
 from eyas.recipe_errors import Override, Source, explained, found
 from eyas.recipe_yaml import read_yaml, strings
 
@@ -298,10 +297,6 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), limit: int | None = N
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML, every key written out."""
     return yaml.safe_dump(recipe.model_dump(mode="json", by_alias=True), sort_keys=False)
-
-
-def part_fingerprint(*parts: Part) -> str:
-    return fingerprint([p.model_dump(mode="json", by_alias=True) for p in parts])
 
 
 def _spelled_out(raw: dict[Any, Any]) -> dict[Any, Any]:

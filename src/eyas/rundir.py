@@ -86,12 +86,11 @@ class RunDir:
         if place in (Path(place.anchor), Path.home().resolve()):
             return "it is the home directory" if place == Path.home().resolve() else "it is the root of all directories"
         ours = self.run_json.exists() or self.target_json.exists()
+        if ours or not place.is_dir():
+            return None
         expected = {_LOCK, self.states.name, self.logs.name}  # a server that the user runs may have written already
-        if (
-            not place.is_dir()
-            or ours
-            or not (others := sorted(p.name for p in place.iterdir() if p.name not in expected))
-        ):
+        others = sorted(p.name for p in place.iterdir() if p.name not in expected)
+        if not others:
             return None
         return f"it holds other files ({others[0]}{', ...' if len(others) > 1 else ''}) and is no run of eyas"
 

@@ -1,7 +1,6 @@
 """What earlier harvests committed: cleaned of leftovers, checked against what is prepared now, looked up by id."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -182,10 +181,3 @@ class Committed:
         base = (len(self.parts) - 1) << 32
         for row, id_ in enumerate(ids):
             self._where.setdefault(id_, base + row)
-
-
-def clear_harvest(run: RunDir) -> None:
-    """Deletes every harvested sample of a run (never what was prepared). Parts go first: they make shards count."""
-    for path in [*part_files(run.samples), *(run.states.iterdir() if run.states.is_dir() else ())]:
-        if path.is_file():
-            os.unlink(path)

@@ -102,7 +102,7 @@ class JsonValues:
 
     def elements(self) -> Iterator[tuple[Any, str | None]]:
         """The elements of the list that comes next."""
-        self._expect("[")
+        self._one_of("[")
         if self.peek() == "]":
             self._skip_to(self._at + 1)
             return
@@ -113,12 +113,12 @@ class JsonValues:
 
     def members(self) -> Iterator[tuple[str, Iterator[tuple[Any, str | None]]]]:
         """The keys of the object that comes next, each with the elements of its list (none for another value)."""
-        self._expect("{")
+        self._one_of("{")
         while True:
             key, _ = self.value()
             if not isinstance(key, str):
                 raise ValueError(f"expected a key in quotes{self._place()}")
-            self._expect(":")
+            self._one_of(":")
             if self.peek() == "[":
                 elements = self.elements()
                 yield key, elements
@@ -151,9 +151,6 @@ class JsonValues:
             raise self.unexpected(f"expected {' or '.join(map(repr, characters))}")
         self._skip_to(self._at + 1)
         return found
-
-    def _expect(self, character: str) -> None:
-        self._one_of(character)
 
     def _more(self) -> None:
         """Doubles what is held, so that decoding again from its start costs no more than twice."""

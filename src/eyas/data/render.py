@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from eyas.data.shapes import Conversation, Message, RowError
-from eyas.errors import InputError
+from eyas.errors import InputError, first_line
 
 THINKING = (("<think>", "</think>"), ("◁think▷", "◁/think▷"))
 """the marks around thinking that templates know"""
@@ -31,7 +31,7 @@ class Renderer:
             prompt = self._ids([_USER], None, True)
         except _REFUSALS as e:
             raise InputError(
-                f"the target's chat template cannot render one user message: {_first_line(e)}",
+                f"the target's chat template cannot render one user message: {first_line(e)}",
                 fix="put a chat template into the checkpoint (chat_template.jinja)",
             ) from None
         if not prompt:
@@ -61,7 +61,7 @@ class Renderer:
         try:
             return self._encode(text)
         except _REFUSALS as e:
-            raise RowError("refused by the tokenizer", _first_line(e)) from None
+            raise RowError("refused by the tokenizer", first_line(e)) from None
 
     def encode_after(self, prompt: list[int], text: str) -> list[int]:
         """Ids of the text alone, where an engine has the prompt's ids already.
@@ -131,7 +131,7 @@ class Renderer:
         try:
             return self._text(messages, tools, generation)
         except _REFUSALS as e:
-            raise RowError("refused by the chat template", _first_line(e)) from None
+            raise RowError("refused by the chat template", first_line(e)) from None
 
     def _text(self, messages: list[Message], tools: list[Any] | None, generation: bool) -> str:
         return str(
@@ -196,8 +196,3 @@ def _spelled(messages: list[Message]) -> list[Message]:
 def first_turn(messages: list[Message]) -> list[Message]:
     """Everything up to and including the first user message."""
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "user") + 1]
-
-
-def _first_line(e: Exception) -> str:
-    lines = str(e).strip().splitlines()
-    return lines[0] if lines else type(e).__name__

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from eyas.data.json_values import JsonValues, broken_json, decode
 from eyas.data.shapes import NO_SHAPE, RowError, is_messages, read_row, without_nulls
-from eyas.errors import InputError
+from eyas.errors import InputError, first_line
 
 KINDS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
@@ -361,7 +361,7 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as e:
-        raise InputError(f"{shown(path)} is not a Parquet file: {_first_line(e)}", fix="write it again") from None
+        raise InputError(f"{shown(path)} is not a Parquet file: {first_line(e)}", fix="write it again") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -374,7 +374,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                     number += 1
                     yield Row(name, f"{name}, row {number}", without_nulls(value))
         except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
-            yield Row(name, f"{name}, after row {number}", broken=_first_line(e), ends=True)
+            yield Row(name, f"{name}, after row {number}", broken=first_line(e), ends=True)
 
 
 def _read_hub(name: str) -> Iterator[Row]:
@@ -384,7 +384,7 @@ def _read_hub(name: str) -> Iterator[Row]:
         rows = iter(load_dataset(name, split="train", streaming=True))
     except Exception as e:  # noqa: BLE001 - the hub client raises many kinds; all mean the same to the user
         raise InputError(
-            f"{name} is neither a file, nor a directory, nor a data set that can be opened: {_first_line(e)}",
+            f"{name} is neither a file, nor a directory, nor a data set that can be opened: {first_line(e)}",
             fix="correct data.prompts in the recipe",
         ) from None
     return (Row(name, f"{name}, row {number}", without_nulls(value)) for number, value in enumerate(rows, 1))
@@ -406,8 +406,3 @@ def _kind(path: Path) -> str:
 def shown(name: str | Path) -> str:
     """A file name as text that can be written anywhere: bytes that are not UTF-8 as \\udcff."""
     return os.fspath(name).encode("utf-8", "backslashreplace").decode()
-
-
-def _first_line(e: Exception) -> str:
-    lines = str(e).strip().splitlines()
-    return lines[0] if lines else type(e).__name__

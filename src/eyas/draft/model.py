@@ -78,10 +78,6 @@ class Eagle3Drafter(Eagle3DraftModel):
         self.register_buffer("teacher_norm_bias", None, persistent=False)
         self.register_buffer("teacher_head_bias", None, persistent=False)
 
-    @property
-    def trains_head(self) -> bool:
-        return bool(self.lm_head.weight.requires_grad)
-
     def forward(
         self,
         batch: DraftBatch,

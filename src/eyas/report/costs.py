@@ -11,8 +11,6 @@ from eyas.target.info import TargetInfo
 STORED_BYTES = {"bf16": 2, "f32": 4}
 _KEPT = 1.3
 """338 KB a row and step at Kimi's shape on an H200, where the formula has 262 KB (benchmarks/results)"""
-_LEAST_RATE_SECONDS = 5.0
-"""a stage shorter than this says little about its rate"""
 # Reference rates: floating-point operations a second that the work really reached, batching and waiting included.
 _GENERATION_GPU = (2.3e13, "2,912 tok/s of Kimi-K2.5 (32 G active) on 8 cards of 96 GB")
 _GENERATION_CORE = (6.9e9, "51 tok/s of SmolLM2-135M in float32 on two CPU cores")

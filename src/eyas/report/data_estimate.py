@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from eyas.data.dropped import Dropped, judge
 from eyas.data.lengths import SHARES, check_room, length_summary, longest_sample, share_bin, share_summary
 from eyas.data.mix import Mix
-from eyas.data.schema import DROPPED
+from eyas.data.parts import read_part
+from eyas.data.schema import DROPPED, part_files
 from eyas.data.shapes import Conversation, Message, RowError, answered, asked, read_row
 from eyas.data.sources import Row, count_rows, open_source, refusal
+from eyas.errors import EyasError
 from eyas.recipe import Recipe
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo
@@ -208,12 +208,10 @@ def _tokenizer(recipe: Recipe, target: TargetInfo) -> "PreTrainedTokenizerBase":
 def _harvested(run: RunDir) -> DataEstimate | None:
     conversations: set[str] = set()
     tokens, answers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for file in sorted(run.samples.glob("*.parquet")):
-        if file.name == run.prepared.name:
-            continue
+    for file in part_files(run.samples):
         try:
-            table = pq.read_table(file, columns=["conversation", "rows", "supervised", "split"])
-        except (pa.ArrowException, OSError):  # the harvest throws it away and asks its samples again
+            table = read_part(file, ["conversation", "rows", "supervised", "split"])
+        except EyasError:  # the harvest throws it away and asks its samples again
             continue
         table = table.filter(pc.not_equal(table["split"], DROPPED))
         conversations.update(table["conversation"].to_pylist())

@@ -27,10 +27,6 @@ class Machine:
     numa_nodes: int = 1
 
     @property
-    def gpu_memory(self) -> int:
-        return sum(gpu.memory for gpu in self.gpus)
-
-    @property
     def name(self) -> str:
         if self.gpus:
             return f"{len(self.gpus)} x {self.gpus[0].name}"

@@ -3,7 +3,6 @@
 Loads no weights.
 """
 
-import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,8 +174,3 @@ def _target_json(t: TargetInfo) -> dict[str, Any]:
         "weight_bytes": t.weight_bytes,
         "fingerprint": t.fingerprint,
     }
-
-
-def launch_text(engine: EngineFacts) -> str:
-    """The engine's launch line, quoted for a shell."""
-    return shlex.join(engine.launch)
