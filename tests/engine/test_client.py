@@ -39,6 +39,7 @@ class Fake:
         self.answer: Answer = echo
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
+        self.connections: list[tuple[str, int]] = []
         self.now = self.most = 0
         self.lock = threading.Lock()
         fake = self
@@ -54,6 +55,7 @@ class Fake:
                 with fake.lock:
                     fake.bodies.append(body)
                     fake.keys.add(self.headers["Authorization"])
+                    fake.connections.append(self.client_address)
                     fake.now += 1
                     fake.most = max(fake.most, fake.now)
                 try:
@@ -175,6 +177,37 @@ def test_a_given_server_that_is_away_for_a_while_pauses_the_job(fake: Fake) -> N
     assert len(said) == 2
     assert said[0].startswith(f"{fake.url} does not answer (")
     assert said[1] == f"{fake.url} answers again"
+
+
+def test_one_lost_connection_is_nothing_to_speak_of(fake: Fake) -> None:
+    drops = [1]
+
+    def away(body: dict[str, Any]) -> tuple[int, Any]:
+        if drops:
+            drops.pop()
+            raise ConnectionError
+        return echo(body)
+
+    fake.answer = away
+    said: list[str] = []
+    given = [GivenServer(fake.url, "k")]
+    assert len(list(vllm._generate(given, asked(4), GREEDY, 1, False, patience=30, say=said.append))) == 4
+    assert said == []
+    assert len(fake.bodies) == 5
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.5])
+def test_a_connection_that_rested_is_not_used_again(fake: Fake, monkeypatch: pytest.MonkeyPatch, pause: float) -> None:
+    """The server may close it at the moment at which the next request is sent."""
+    monkeypatch.setattr(vllm, "IDLE_SECONDS", 0.2)
+
+    def requests() -> Iterator[Request]:
+        for r in asked(2):
+            yield r
+            time.sleep(pause)
+
+    assert len(list(ask([fake.url], requests(), concurrency=1))) == 2
+    assert (fake.connections[0] == fake.connections[1]) is (pause == 0)
 
 
 def test_several_servers_share_the_load(fake: Fake) -> None:

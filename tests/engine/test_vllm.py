@@ -57,7 +57,7 @@ def vllm(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vl
         assert engine.server is not None
         started = psutil.Process().children(recursive=True)
         url = engine.server.url
-    assert said[-1].startswith("vLLM answers after")
+    assert said[-1].startswith("vLLM answers after"), said
     assert [p for p in started if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/health")

@@ -36,6 +36,8 @@ ENDING_SECONDS = 30.0
 _OUTSTANDING = 8
 """requests begun but not yet handed to the caller, as a multiple of the concurrency"""
 _POLL_SECONDS = 0.02
+IDLE_SECONDS = 2.0
+"""longest rest of a connection that is used again: vLLM closes one after 5 s, perhaps while a request is on its way"""
 
 
 class VllmEngine:
@@ -256,6 +258,7 @@ class _Client:
         self._model = ""
         self._patience, self._say = patience, say
         self._away_since: float | None = None
+        self._told = False
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -277,7 +280,7 @@ class _Client:
                 httpx.AsyncClient(
                     base_url=self.endpoint.url,
                     headers=_headers(self.endpoint),
-                    limits=httpx.Limits(max_connections=1),
+                    limits=httpx.Limits(max_connections=1, keepalive_expiry=IDLE_SECONDS),
                     timeout=httpx.Timeout(REPLY_SECONDS, connect=30.0),
                     trust_env=False,
                     verify=self._certificates,
@@ -327,6 +330,8 @@ class _Client:
             now = time.monotonic()
             if away and self._patience > 0 and self._away_since is None:
                 self._away_since = now
+            if away and self._away_since is not None and state.attempt_number > 1 and not self._told:
+                self._told = True
                 self._say(f"{self.endpoint.url} does not answer ({error}); waiting, at most {self._patience:.0f} s")
             waiting = away and self._away_since is not None and now - self._away_since < self._patience
             return state.attempt_number >= _ATTEMPTS and not waiting
@@ -342,8 +347,9 @@ class _Client:
                 tries = attempt.retry_state.attempt_number
                 with attempt:
                     answer = await self._once(method, path, body, what)
-                    if self._away_since is not None:
-                        self._away_since = None
+                    self._away_since = None
+                    if self._told:
+                        self._told = False
                         self._say(f"{self.endpoint.url} answers again")
                     return answer
         except _Transient as e:
