@@ -49,6 +49,11 @@ def test_overrides(tmp_path: Path) -> None:
         ({"train": {"epochs": "many"}}, "line 7: train.epochs: expected a whole number, found 'many'"),
         ({"train": {"epochs": "many"}}, "fix: e.g. train.epochs: 10, which is the default"),
         ({"train": {"epochs": 0}}, "train.epochs: expected a number of at least 1, found 0"),
+        (
+            {"engine": {"urls": ["gpu-box:8000"]}},
+            "line 5: engine.urls.0: expected the address of a server, such as http://",
+        ),
+        ({"engine": {"urls": "http://a:port"}}, "expected the address of a server"),
         ({"data": {}}, "line 1: key data.prompts is missing\n  fix: add it"),
         ({"data": {"prompts": [""]}}, "data.prompts.0: expected a text that is not empty, found ''"),
         ({"data": {"prompts": []}}, "data.prompts: expected a list that is not empty, found an empty list"),

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import httpx
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -28,6 +30,16 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | dict) else value
+
+
+def _is_url(value: str) -> str:
+    try:
+        url = httpx.URL(value)
+    except httpx.InvalidURL:
+        url = httpx.URL()
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError("expected the address of a server, such as http://127.0.0.1:8000")
+    return value
 
 
 def _as_number(value: Any) -> Any:
@@ -116,7 +128,7 @@ class SamplingPart(Part):
 
 class EnginePart(Part):
     kind: Literal["vllm", "hf"] = Field("vllm", description="vllm: a server; hf: transformers in this process")
-    urls: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+    urls: Annotated[list[Annotated[str, AfterValidator(_is_url)]], BeforeValidator(_as_list)] = Field(
         default_factory=list, description="running servers to use; empty: eyas starts one on loopback"
     )
     api_key_file: str | None = Field(None, description="file that holds the key of the servers in `urls`")

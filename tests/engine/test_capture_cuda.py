@@ -9,7 +9,8 @@ import torch
 
 from eyas.engine.capture_arena import Arena
 from eyas.engine.capture_copy import RingCopy
-from eyas.engine.capture_plugin import RING, Tap
+from eyas.engine.capture_plugin import Tap
+from eyas.engine.capture_sizes import RING
 from eyas.engine.capture_worker import Books, Filer, Finished, Scheduled
 from eyas.states.shard import Shard
 

@@ -102,6 +102,17 @@ def test_the_plugin_is_armed_only_for_capture() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in launch_environment(INFO, GPU, False)
 
 
+@pytest.mark.parametrize(("cores", "free"), [(1, "0"), (2, "0"), (3, "1"), (64, "1")])
+def test_as_many_cores_compute_with_capture_as_without(monkeypatch: pytest.MonkeyPatch, cores: int, free: str) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU", raising=False)
+    for capture in (True, False):
+        assert launch_environment(INFO, CPU, capture)["VLLM_CPU_NUM_OF_RESERVED_CPU"] == free
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "3")
+    assert launch_environment(INFO, CPU, True)["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "3"
+    assert "VLLM_CPU_NUM_OF_RESERVED_CPU" not in launch_environment(INFO, GPU, True)
+
+
 def fake_python(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\nprintf '{text}'\n")
     path.chmod(0o755)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -73,9 +74,14 @@ def test_kimi(kimi: Path, tmp_path: Path) -> None:
     assert found["drafter"]["trainable"] == pytest.approx(962e6, rel=0.001)
     assert found["drafter"]["aux_layers"] == [2, 30, 58]
     launch = found["engine"]["launch"]
+    assert found["engine"]["environment"]["EYAS_CAPTURE_ARCH"] == "KimiK25ForConditionalGeneration"
     assert launch[launch.index("--tensor-parallel-size") + 1] == "8"
     assert "--language-model-only" in launch
     assert json.loads(launch[launch.index("--additional-config") + 1]) == {"eyas": {"layers": [2, 30, 58, 61]}}
+    buffer = (8192 + 64) * 57_344  # vLLM's steps on such a GPU
+    in_flight = loaded("kimi-k2.5.yaml", kimi, tmp_path).engine.concurrency * 8192 * 57_344
+    expected = {"step_tokens": 8192, "device": 5 * buffer, "host": 4 * buffer, "in_flight": in_flight}
+    assert found["engine"]["capture_memory"] == expected
     assert {time["stage"] for time in found["times"]} == {"prepare", "harvest", "vocab", "train", "export", "verify"}
     assert all(time["source"] and time["seconds"] > 0 for time in found["times"])
 
@@ -89,7 +95,24 @@ def test_kimi_on_a_small_machine(kimi: Path, tmp_path: Path, monkeypatch: pytest
     assert any("not enough memory: the target's weights take 595" in m for m in messages)
     assert any("not enough disk" in m for m in messages)
     assert all(p.fix for p in plan.problems)
+    assert any(
+        "their states take" in note and "with engine.concurrency 27 they always fit" in note for note in plan.notes
+    )
     assert plan.states.disk_bytes == plan.states.total_bytes_bf16
+
+
+@pytest.mark.usefixtures("large")
+def test_the_line_that_starts_a_server_of_the_users_own(
+    kimi: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned("kimi-k2.5.yaml", kimi, tmp_path, "engine.urls=[http://gpu-box:8123/v1]", "engine.python=/no/python")
+    assert plan.ok, plan.problems
+    print_plan(plan, Console(width=80))
+    words = shlex.split(next(x for x in capsys.readouterr().out.splitlines() if x.startswith("env ")))
+    assert "EYAS_CAPTURE_ARCH=KimiK25ForConditionalGeneration" in words
+    assert words[words.index("/no/python") :][:3] == ["/no/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert words[words.index("--port") + 1] == "8123"
+    assert "--kv-transfer-config" in words
 
 
 @pytest.mark.usefixtures("large")

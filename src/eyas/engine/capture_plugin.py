@@ -20,11 +20,9 @@ from typing import Any
 import torch
 
 from eyas.engine import vllm_versions
+from eyas.engine.capture_sizes import RING, buffer_rows
 from eyas.engine.vllm_versions import ARCH_VARIABLE
 
-RING = 4
-"""steps whose rows may be on their way from a GPU to the host; each takes as much memory as the static buffer"""
-_ROW_ALIGN = 64  # runners pad the token count (tensor parallel multiples, graph sizes)
 _registered: dict[str, Any] = {}
 
 
@@ -32,8 +30,7 @@ class Tap:
     """The static buffer of this process. rows [N, layers, hidden]; positions, tokens [N]; N: the most of one step."""
 
     def __init__(self, vllm_config: Any, layers: tuple[int, ...], device: torch.device) -> None:
-        tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        tokens = -(-tokens // _ROW_ALIGN) * _ROW_ALIGN + _ROW_ALIGN
+        tokens = buffer_rows(vllm_config.scheduler_config.max_num_batched_tokens)
         model = vllm_config.model_config
         self.layers = layers
         self.rows = torch.zeros(tokens, len(layers), model.get_hidden_size(), dtype=model.dtype, device=device)

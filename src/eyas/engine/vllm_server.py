@@ -148,10 +148,17 @@ def launch_line(
 
 
 def launch_environment(target: TargetInfo, vllm: Installed, capture: bool) -> dict[str, str]:
-    """The variables that the server needs beside the launch line (its key apart)."""
+    """The variables that the server needs beside the launch line (its key apart).
+
+    On a CPU vLLM keeps cores free for its scheduler, and one more beside a KV connector: fewer compute when states are
+    captured, except where none would be left (then all do, as on two cores). Here it is the same number either way, so
+    that a pass with states and one without, or with a drafter, compare, also in how they round.
+    """
     added = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if vllm.cpu:
-        added["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(CPU_KV_CACHE_GIB))
+        free = 1 if len(os.sched_getaffinity(0)) > 2 else 0
+        for name, value in (("VLLM_CPU_KVCACHE_SPACE", CPU_KV_CACHE_GIB), ("VLLM_CPU_NUM_OF_RESERVED_CPU", free)):
+            added[name] = os.environ.get(name, str(value))
     if capture:
         added[vllm_versions.ARCH_VARIABLE] = target.architecture
         added |= vllm_versions.environment(vllm.version)

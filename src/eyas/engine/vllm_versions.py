@@ -15,6 +15,7 @@ ARCH_VARIABLE = "EYAS_CAPTURE_ARCH"
 """switches eyas.engine.capture_plugin on: the target's architecture"""
 OLDEST = (0, 26)
 NEWEST = (0, 33)
+NEWEST_VERSION = ".".join(map(str, NEWEST))
 NAMED_ROWS = (0, 32)
 """the oldest version that is known to name the rows of its V2 model runner"""
 
@@ -29,7 +30,7 @@ def parse(version: str) -> tuple[int, int]:
 
 def problem(version: str) -> str | None:
     """Why this vLLM cannot be used, or None."""
-    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST_VERSION}"
     try:
         if OLDEST <= parse(version) <= NEWEST:
             return None

@@ -65,6 +65,11 @@ def state_bytes(target: TargetInfo, drafter: Drafter, width: int) -> int:
 def stored_width(recipe: Recipe, target: TargetInfo) -> int:
     if recipe.states.dtype != "engine":
         return STORED_BYTES[recipe.states.dtype]
+    return engine_width(recipe, target)
+
+
+def engine_width(recipe: Recipe, target: TargetInfo) -> int:
+    """Bytes of a value of the states as the engine computes them."""
     engine = target.dtype if recipe.engine.dtype == "auto" else recipe.engine.dtype
     return 4 if engine == "float32" else 2
 

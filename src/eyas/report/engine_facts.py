@@ -3,12 +3,43 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
+from eyas.engine.capture_sizes import RING, buffer_rows
+from eyas.engine.vllm_versions import NEWEST_VERSION
 from eyas.errors import InputError
 from eyas.recipe import Recipe
-from eyas.report.costs import Drafter
+from eyas.report.costs import Drafter, engine_width, state_bytes
+from eyas.report.machine import Machine
 from eyas.report.plan_problems import Problem
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo
+
+
+@dataclass(frozen=True)
+class CaptureMemory:
+    """Bytes that capture takes in a server of the vllm engine, beside what vLLM takes."""
+
+    step_tokens: int
+    """tokens of a step at most: `max-num-batched-tokens`, or what vLLM chooses on such a GPU"""
+    device: int
+    """on each GPU: the buffer, and the steps on their way to the host; vLLM leaves that much less to the KV cache"""
+    host: int
+    """pinned, for these steps; on a CPU the buffer itself"""
+    in_flight: int
+    """host memory that the rows of all requests in flight take if each is of the greatest length"""
+
+
+def capture_memory(recipe: Recipe, target: TargetInfo, drafter: Drafter, machine: Machine) -> CaptureMemory:
+    row = state_bytes(target, drafter, engine_width(recipe, target))
+    args = {name.lstrip("-").replace("_", "-"): value for name, value in recipe.engine.args.items()}
+    step = args.get("max-num-batched-tokens")
+    if not isinstance(step, int):
+        largest = max((gpu.memory for gpu in machine.gpus), default=0) >> 30
+        step = 16384 if largest >= 160 else 8192 if largest >= 70 else 2048
+    buffer = buffer_rows(step) * row
+    device, host = ((1 + RING) * buffer, RING * buffer) if machine.gpus else (0, buffer)
+    return CaptureMemory(step, device, host, recipe.engine.concurrency * recipe.data.max_length * row)
 
 
 @dataclass(frozen=True)
@@ -16,38 +47,46 @@ class EngineFacts:
     kind: str
     version: str | None
     launch: list[str]
-    """empty where eyas starts no server"""
+    """of the capturing server; with engine.urls, how the user starts one; empty for the hf engine"""
+    environment: dict[str, str]
+    """variables that the launch line needs"""
     supports_architecture: bool | None
     supports_eagle3: bool | None
     """auxiliary hidden states: needed for the capture and for serving the drafter; None: not known"""
+    capture_memory: CaptureMemory | None
+    """None for the hf engine"""
 
 
 def engine_facts(
-    recipe: Recipe, target: TargetInfo, drafter: Drafter, run: RunDir, problems: list[Problem]
+    recipe: Recipe, target: TargetInfo, drafter: Drafter, machine: Machine, run: RunDir, problems: list[Problem]
 ) -> EngineFacts:
     """Adds to `problems` what keeps the engine from working."""
     if recipe.engine.kind == "hf":
-        return EngineFacts("hf", None, [], None, None)
-    if recipe.engine.urls:
-        return EngineFacts("vllm", None, [], None, None)
-    from eyas.engine.vllm_server import Installed, installed_vllm, launch_line
+        return EngineFacts("hf", None, [], {}, None, None, None)
+    from eyas.engine.vllm_server import Installed, installed_vllm, launch_environment, launch_line
     from eyas.target.vllm_support import vllm_support
 
+    given = [httpx.URL(url) for url in recipe.engine.urls]
     try:
         vllm = installed_vllm(recipe.engine.python)
         version: str | None = vllm.version
     except InputError as e:
-        problems.append(Problem(e.message, e.fix or "install vLLM"))
-        vllm, version = Installed(recipe.engine.python or "python", "vllm", "0"), None
+        if not given:  # a given server may have its vLLM elsewhere
+            problems.append(Problem(e.message, e.fix or "install vLLM"))
+        vllm, version = Installed(recipe.engine.python or "python", "vllm", NEWEST_VERSION), None
     launch = launch_line(
         recipe.server,
         target,
         vllm,
-        port=8000,
+        port=(given[0].port if given else None) or 8000,
         max_model_len=recipe.data.max_length,
         layers=[*drafter.aux_layers, target.num_hidden_layers],
         states_dir=run.states,
     )
+    environment = launch_environment(target, vllm, capture=True)
+    memory = capture_memory(recipe, target, drafter, machine)
+    if given:
+        return EngineFacts("vllm", None, launch, environment, None, None, memory)
     package = None if recipe.engine.python is None else _package_of(recipe.engine.python)
     support = vllm_support(target.architecture, package, version)
     if version is not None and support.eagle3 is False:
@@ -66,7 +105,7 @@ def engine_facts(
                 "run on a GPU, or choose engine.kind: hf",
             )
         )
-    return EngineFacts("vllm", version, launch, support.architecture, support.eagle3)
+    return EngineFacts("vllm", version, launch, environment, support.architecture, support.eagle3, memory)
 
 
 def _package_of(python: str) -> Path | None:

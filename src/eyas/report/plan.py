@@ -24,7 +24,7 @@ from eyas.report.costs import (
 from eyas.report.data_estimate import DataEstimate, estimate_data
 from eyas.report.engine_facts import EngineFacts, engine_facts
 from eyas.report.machine import Machine, this_machine
-from eyas.report.plan_problems import Problem, device_shortage, find_problems
+from eyas.report.plan_problems import Problem, device_shortage, find_problems, size
 from eyas.report.plan_tables import print_plan as print_plan
 from eyas.rundir import RunDir
 from eyas.target.config_json import read_config
@@ -106,7 +106,7 @@ def build_plan(recipe: Recipe, target: TargetInfo | None = None) -> Plan:
         data = estimate_data(recipe, target, run)
     except InputError as e:
         problems.append(Problem(e.message, e.fix or "correct data.prompts"))
-    engine = engine_facts(recipe, target, drafter, run, problems)
+    engine = engine_facts(recipe, target, drafter, machine, run, problems)
     states = _states(recipe, target, drafter, data)
     memory = training_memory(target, recipe, drafter, cuda=bool(machine.gpus), ranks=max(1, len(machine.gpus)))
     one, kept = checkpoint_bytes(recipe, drafter)
@@ -116,6 +116,13 @@ def build_plan(recipe: Recipe, target: TargetInfo | None = None) -> Plan:
     notes = list(target.notes)
     if (short := device_shortage(recipe.engine, machine)) is not None:  # the plan may be for another machine
         notes.append(f"{short.message}; `eyas run` here would stop before it starts the engine")
+    if engine.capture_memory is not None and (most := engine.capture_memory.in_flight) > machine.memory // 2:
+        fitting = max(1, recipe.engine.concurrency * machine.memory // 2 // most)
+        notes.append(
+            f"if all {recipe.engine.concurrency} requests in flight reach data.max_length, their states take "
+            f"{size(most)} of host memory; capture stops at half of this machine's ({size(machine.memory // 2)}): with "
+            f"engine.concurrency {fitting} they always fit"
+        )
     return Plan(target, drafter, engine, machine, data, states, memory, one, kept, times, problems, notes)
 
 

@@ -19,6 +19,10 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 def print_plan(plan: "Plan", console: Console) -> None:
     console.print(_table("Target", _target_rows(plan)))
     console.print(_table("Engine", _engine_rows(plan)))
+    if plan.engine.launch:  # not in the table, so that it can be copied
+        variables = [f"{name}={value}" for name, value in plan.engine.environment.items()]
+        console.print(Text(shlex.join(["env", *variables, *plan.engine.launch])), soft_wrap=True)
+        console.print()
     console.print(_table("Data and hidden states", _data_rows(plan)))
     console.print(_table("Training", _training_rows(plan)))
     if plan.times:
@@ -67,8 +71,14 @@ def _engine_rows(plan: "Plan") -> list[tuple[str, str]]:
     rows = [("engine", f"{e.kind} {e.version or ''}".strip())]
     if e.kind == "vllm":
         rows.append(("gives EAGLE-3 states", said[e.supports_eagle3]))
-    if e.launch:
-        rows.append(("launch line", shlex.join(e.launch)))
+    if (m := e.capture_memory) is not None:
+        device = f"{size(m.device)} on each GPU, {size(m.host)} pinned" if m.device else size(m.host)
+        rows.append(
+            (
+                "capture memory",
+                f"{device} (steps of {m.step_tokens:,} tokens); rows in flight: {size(m.in_flight)} at most",
+            )
+        )
     return rows
 
 
