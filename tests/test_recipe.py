@@ -60,6 +60,7 @@ def test_overrides(tmp_path: Path) -> None:
         ({"train": {"optimizer": "sgd"}}, "train.optimizer: expected 'adamw' or 'muon', found 'sgd'"),
         ({"data": {"prompts": "p", "max_length": 64}}, "engine.sampling.max_tokens (2048) leaves no room for a prompt"),
         ({"engine": {"args": {"trust-remote-code": True}}}, "set target.remote_code instead"),
+        ({"engine": {"args": {"--trust_remote-code": True}}}, "set target.remote_code instead"),
         ({"train": {"epochs": True}}, "train.epochs: expected a whole number, found true"),
         ({"train": {"lr": float("inf")}}, "train.lr: expected a finite number, found inf"),
         (

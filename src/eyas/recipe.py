@@ -143,6 +143,11 @@ class EnginePart(Part):
     )
     sampling: SamplingPart = Field(default_factory=SamplingPart)  # type: ignore[arg-type]
 
+    @property
+    def options(self) -> dict[str, str | int | float | bool | None]:
+        """`args` under the names that `vllm serve` prints: no leading dashes, dashes inside."""
+        return {name.lstrip("-").replace("_", "-"): value for name, value in self.args.items()}
+
 
 class StatesPart(Part):
     dtype: Literal["engine", "bf16", "f32"] = Field("bf16", description="stored precision; engine: as captured")
@@ -235,7 +240,7 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _code_is_allowed_in_one_place(self) -> "Recipe":
-        if {"trust-remote-code", "trust_remote_code"} & self.engine.args.keys():
+        if "trust-remote-code" in self.engine.options:
             raise ValueError(
                 "engine.args.trust-remote-code allows the checkpoint's code to the server alone - "
                 "set target.remote_code instead, which covers every stage"

@@ -131,7 +131,7 @@ def launch_line(
             speculative["attention_backend"] = draft_attention_backend
         options["speculative-config"] = json.dumps(speculative)
     words = [vllm.python, "-m", "vllm.entrypoints.openai.api_server"]
-    own = {name.lstrip("-").replace("_", "-"): value for name, value in engine.args.items()}
+    own = engine.options
     for name in own:
         options.pop(name, None)
         options.pop(name.removeprefix("no-"), None)

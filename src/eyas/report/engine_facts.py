@@ -32,8 +32,7 @@ class CaptureMemory:
 
 def capture_memory(recipe: Recipe, target: TargetInfo, drafter: Drafter, machine: Machine) -> CaptureMemory:
     row = state_bytes(target, drafter, engine_width(recipe, target))
-    args = {name.lstrip("-").replace("_", "-"): value for name, value in recipe.engine.args.items()}
-    step = args.get("max-num-batched-tokens")
+    step = recipe.engine.options.get("max-num-batched-tokens")
     if not isinstance(step, int):
         largest = max((gpu.memory for gpu in machine.gpus), default=0) >> 30
         step = 16384 if largest >= 160 else 8192 if largest >= 70 else 2048
