@@ -2,7 +2,7 @@
 
     --kv-transfer-config '{"kv_connector": "Capture", "kv_connector_module_path": "eyas.engine.capture_connector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"dir": "/data/states", "shard_mb": 256, "shard_s": 5, "arena_gb": 64}}'
+        "kv_connector_extra_config": {"dir": "/data/states", "shard_mb": 64, "shard_s": 5, "arena_gb": 64}}'
 beside eyas.engine.capture_plugin, which keeps the states. A request opts in with kv_transfer_params {"capture":
 true}; its reply carries kv_transfer_params {"capture": {"path", "index", "rows", "request"}}. The shard (format:
 eyas.states.shard) appears under `path` once it is whole, some seconds after the reply at most: shards close when
@@ -138,7 +138,7 @@ class _Scheduler:
         self._dir = os.path.abspath(extra["dir"])
         os.makedirs(self._dir, exist_ok=True)
         self._row_bytes, self._group, self._block_size, self._overshoot = row_bytes, group, block_size, overshoot
-        self._shard_bytes = int(float(extra.get("shard_mb", 256)) * 2**20)
+        self._shard_bytes = int(float(extra.get("shard_mb", 64)) * 2**20)
         self._shard_seconds = float(extra.get("shard_s", 5))
         self._blocks: dict[str, list[int]] = {}
         """live capturing requests and their KV blocks, in order"""
@@ -196,18 +196,23 @@ class _Scheduler:
             self._shard_opened = time.monotonic()
         finished = Finished(name, tokens, request.num_prompt_tokens, self._shard)
         self._books.finished.append(finished)
-        index = self._shard_samples
+        told = {"path": self._shard, "index": self._shard_samples, "rows": finished.rows, "request": name}
         self._shard_samples += 1
         self._shard_filled += finished.rows * self._row_bytes
-        return {"capture": {"path": self._shard, "index": index, "rows": finished.rows, "request": name}}
+        if self._shard_filled >= self._shard_bytes:  # at once: requests that end together fill several
+            self._close_shard()
+        return {"capture": told}
 
     def _close_shard_if_due(self) -> None:
-        if self._shard is None:
-            return
-        old = time.monotonic() - self._shard_opened > self._shard_seconds
-        if old or self._shard_filled >= self._shard_bytes or not self._blocks:
-            self._books.closed.append(self._shard)
-            self._shard = None
+        if self._shard is not None:
+            old = time.monotonic() - self._shard_opened > self._shard_seconds
+            if old or not self._blocks:
+                self._close_shard()
+
+    def _close_shard(self) -> None:
+        assert self._shard is not None
+        self._books.closed.append(self._shard)
+        self._shard = None
 
 
 class _Worker:
