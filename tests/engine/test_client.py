@@ -37,6 +37,7 @@ class Fake:
 
     def __init__(self) -> None:
         self.answer: Answer = echo
+        self.models: tuple[int, Any] = (200, {"data": [{"id": "m"}]})
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.connections: list[tuple[str, int]] = []
@@ -48,7 +49,7 @@ class Fake:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                self.reply(200, {"data": [{"id": "m"}]})
+                self.reply(*fake.models)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -249,6 +250,47 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
         list(ask(["http://127.0.0.1:9"], asked(1)))
 
 
+KEY_FIX = "name that file in engine.api_key_file"
+ADDRESS_FIX = "fix: correct engine.urls"
+
+
+@pytest.mark.parametrize(
+    ("models", "said", "fix"),
+    [
+        ((401, {"error": "Unauthorized"}), r"\(HTTP 401\): Unauthorized\n", KEY_FIX),
+        ((403, "no entry"), r"\(HTTP 403\): no entry\n", KEY_FIX),
+        ((404, {"detail": "Not Found"}), r"\(HTTP 404\): Not Found\n", ADDRESS_FIX),
+        ((301, "moved"), r"\(HTTP 301\): moved\n", ADDRESS_FIX),
+        ((200, "<html>"), "did not answer with JSON: '<html>'\n", ADDRESS_FIX),
+        ((200, {"data": []}), "is no server of a model\n", ADDRESS_FIX),
+        ((200, [1]), "is no server of a model\n", ADDRESS_FIX),
+    ],
+)
+def test_a_wrong_server_is_bad_input_with_the_key_to_correct(
+    fake: Fake, models: tuple[int, Any], said: str, fix: str
+) -> None:
+    fake.models = models
+    with pytest.raises(InputError, match=said) as e:
+        list(ask([fake.url], asked(1)))
+    assert e.value.exit_code == 2
+    assert fix in str(e.value)
+    assert fake.url in e.value.message
+
+
+def test_a_wrong_port_or_scheme_is_bad_input(fake: Fake) -> None:
+    for url in ("http://127.0.0.1:9", fake.url.replace("http", "https")):
+        with pytest.raises(InputError, match=f"{url} failed 5 times(.|\n)*{ADDRESS_FIX}"):
+            list(ask([url], asked(1)))
+
+
+def test_a_key_that_is_refused_later_is_no_bad_input(fake: Fake) -> None:
+    """The server was started again, with another key."""
+    fake.answer = lambda body: (401, {"error": "Unauthorized"})
+    with pytest.raises(EngineError, match=f"request r0 was refused(.|\n)*{KEY_FIX}") as e:
+        list(ask([fake.url], asked(1)))
+    assert e.value.exit_code == 1
+
+
 def test_a_dead_server_of_ours_is_noticed_while_requests_wait(fake: Fake) -> None:
     class Dead(GivenServer):
         def check(self) -> None:
@@ -287,7 +329,8 @@ def test_nonsense_is_refused_by_name(fake: Fake, change: dict[str, Any], message
 
 
 def test_a_server_that_does_not_capture_is_refused(fake: Fake) -> None:
-    with pytest.raises(EngineError, match="request r0: the server kept no hidden states"):
+    fix = "start it with the launch line that `eyas plan RECIPE` prints"
+    with pytest.raises(InputError, match=f"request r0: the server kept no hidden states(.|\n)*{fix}"):
         list(ask([fake.url], asked(1), capture=True))
 
 
@@ -328,8 +371,12 @@ def test_given_servers_take_their_key_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret\n")
     part = EnginePart(urls=["http://a:1/v1", "http://b:2/"], api_key_file=str(tmp_path / "key"))  # type: ignore[call-arg]
     assert [(s.url, s.key) for s in given_servers(part)] == [("http://a:1", "secret"), ("http://b:2", "secret")]
-    with pytest.raises(InputError, match="api_key_file"):
-        given_servers(part.model_copy(update={"api_key_file": str(tmp_path / "none")}))
+    (tmp_path / "empty").touch()
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    (tmp_path / "words").write_text("schlüssel und mehr")
+    for name in ("none", "empty", "bytes", "words", "."):
+        with pytest.raises(InputError, match=f"engine.api_key_file: .*{name}"):
+            given_servers(part.model_copy(update={"api_key_file": str(tmp_path / name)}))
 
 
 METRICS = """

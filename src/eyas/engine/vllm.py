@@ -20,7 +20,7 @@ import tenacity
 
 from eyas.engine.base import Captured, Completion, Request
 from eyas.engine.spec_counters import SpecCounters, parse_counters
-from eyas.engine.vllm_server import Endpoint, VllmServer, given_servers
+from eyas.engine.vllm_server import LAUNCH_LINE, Endpoint, GivenServer, GivenServerError, VllmServer, given_servers
 from eyas.errors import EngineError
 from eyas.recipe import EnginePart, SamplingPart
 from eyas.target.info import TargetInfo
@@ -264,7 +264,10 @@ class _Client:
     async def opened(self) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as self._opened:
             reply = await self._send("GET", "/v1/models", None, "the list of models")
-            self._model = reply["data"][0]["id"]
+            try:
+                self._model = str(reply["data"][0]["id"])
+            except (LookupError, TypeError):
+                raise self._refusal(f"{self.endpoint.url} is no server of a model", _ADDRESS) from None
             yield
 
     @contextlib.asynccontextmanager
@@ -325,21 +328,22 @@ class _Client:
         tries = 0
 
         def hopeless(state: tenacity.RetryCallState) -> bool:
-            error = None if state.outcome is None else state.outcome.exception()
-            away = isinstance(error, _Away) and self._model != ""  # it has answered before
-            now = time.monotonic()
-            if away and self._patience > 0 and self._away_since is None:
-                self._away_since = now
-            if away and self._away_since is not None and state.attempt_number > 1 and not self._told:
+            since = self._away_since if isinstance(_error(state), _Away) else None
+            waiting = since is not None and time.monotonic() - since < self._patience
+            return state.attempt_number >= _ATTEMPTS and not waiting
+
+        def announce(state: tenacity.RetryCallState) -> None:
+            error = _error(state)
+            away = isinstance(error, _Away) and self._away_since is not None
+            if away and state.attempt_number > 1 and not self._told:
                 self._told = True
                 self._say(f"{self.endpoint.url} does not answer ({error}); waiting, at most {self._patience:.0f} s")
-            waiting = away and self._away_since is not None and now - self._away_since < self._patience
-            return state.attempt_number >= _ATTEMPTS and not waiting
 
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(_Transient),
             stop=hopeless,
             wait=tenacity.wait_exponential_jitter(initial=0.5, max=20),
+            before_sleep=announce,
             reraise=True,
         )
         try:
@@ -353,8 +357,17 @@ class _Client:
                         self._say(f"{self.endpoint.url} answers again")
                     return answer
         except _Transient as e:
-            raise EngineError(f"{what}: {self.endpoint.url} failed {tries} times, last: {e}") from None
+            message = f"{what}: {self.endpoint.url} failed {tries} times, last: {e}"
+            if not isinstance(e, _Away):
+                raise EngineError(message) from None
+            raise self._refusal(message, _AGAIN if self._model else _ADDRESS) from None
         raise AssertionError("unreachable")
+
+    def _refusal(self, message: str, fix: str) -> EngineError:
+        """A given server that never answered well is the recipe's fault; one that did is out of order now."""
+        if not isinstance(self.endpoint, GivenServer):
+            return EngineError(message)
+        return EngineError(message, fix=fix) if self._model else GivenServerError(message, fix=fix)
 
     async def _once(self, method: str, path: str, body: dict[str, Any] | None, what: str) -> Any:
         try:
@@ -362,17 +375,28 @@ class _Client:
                 reply = await http.request(method, path, json=body)
         except httpx.TransportError as e:
             self.endpoint.check()  # a dead server is not tried again
+            if self._model and self._patience > 0 and self._away_since is None:  # it has answered before
+                self._away_since = time.monotonic()
             raise _Away(f"{type(e).__name__} {e}".strip()) from None
         if reply.status_code >= 500:
             raise _Transient(f"HTTP {reply.status_code}: {_server_message(reply)}")
-        if reply.status_code >= 400:
-            raise EngineError(
-                f"{what} was refused by {self.endpoint.url} (HTTP {reply.status_code}): {_server_message(reply)}"
-            )
+        if reply.status_code >= 300:
+            told = f"{what} was refused by {self.endpoint.url} (HTTP {reply.status_code}): {_server_message(reply)}"
+            fix = _ADDRESS if method == "GET" else f"the server must run with {LAUNCH_LINE}"
+            raise self._refusal(told, _KEY if reply.status_code in (401, 403) else fix)
         try:
             return reply.json()
         except ValueError:
-            raise EngineError(f"{what}: {self.endpoint.url} did not answer with JSON: {reply.text[:200]!r}") from None
+            told = f"{what}: {self.endpoint.url} did not answer with JSON: {reply.text[:200]!r}"
+            raise self._refusal(told, _ADDRESS) from None
+
+
+_ADDRESS = f"correct engine.urls: scheme, host and port of a server that runs; {LAUNCH_LINE} starts one"
+_AGAIN = "start it again, then give the same command: it continues where it stopped"
+_KEY = (
+    "put the key that the server was started with (VLLM_API_KEY, --api-key) into a file, "
+    "and name that file in engine.api_key_file"
+)
 
 
 class _Transient(Exception):
@@ -387,11 +411,20 @@ def _headers(endpoint: Endpoint) -> dict[str, str]:
     return {} if endpoint.key is None else {"Authorization": f"Bearer {endpoint.key}"}
 
 
+def _error(state: tenacity.RetryCallState) -> BaseException | None:
+    return None if state.outcome is None else state.outcome.exception()
+
+
 def _server_message(reply: httpx.Response) -> str:
+    """The server's own words: vLLM has {"error": {"message": ...}}, its key check {"error": ...}, its router
+    {"detail": ...}."""
     try:
-        return str(reply.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        told = reply.json()
+    except ValueError:
         return reply.text[:500]
+    for key in ("error", "message", "detail"):
+        told = told.get(key, told) if isinstance(told, dict) else told
+    return told if isinstance(told, str) else reply.text[:500]
 
 
 def _completion(request: Request, reply: dict[str, Any], capture: bool) -> Completion:
@@ -400,7 +433,10 @@ def _completion(request: Request, reply: dict[str, Any], capture: bool) -> Compl
     def wrong(what: str) -> EngineError:
         return EngineError(f"request {request.id}: {what}")
 
-    choice = reply["choices"][0]
+    try:
+        choice = reply["choices"][0]
+    except (LookupError, TypeError):
+        raise wrong(f"expected an answer, found {reply!r:.200}") from None
     prompt, output = choice.get("prompt_token_ids"), choice.get("token_ids")
     if prompt is None or output is None:
         raise wrong("the server returned no token ids (return_token_ids); it must be vLLM 0.26 or newer")
@@ -423,10 +459,10 @@ def _completion(request: Request, reply: dict[str, Any], capture: bool) -> Compl
     if capture:
         told = (reply.get("kv_transfer_params") or {}).get("capture")
         if told is None:
-            raise wrong(
-                f"the server kept no hidden states (finish reason {choice['finish_reason']}); "
-                "it must run with the launch line that `eyas plan` prints"
-            )
+            none = wrong(f"the server kept no hidden states (finish reason {choice['finish_reason']})")
+            if choice["finish_reason"] == "abort":
+                raise none
+            raise GivenServerError(none.message, fix=f"start it with {LAUNCH_LINE}")  # ours always keeps them
         captured = Captured(Path(told["path"]), told["index"], told["rows"])
         if captured.rows != len(prompt) + len(output) - 1:
             raise wrong(f"{captured.rows} rows of hidden states for {len(prompt)} + {len(output)} tokens")
@@ -447,7 +483,8 @@ async def _wait_for(path: Path) -> None:
         if asyncio.get_running_loop().time() > end:
             raise EngineError(
                 f"the shard {path} did not appear within {SHARD_SECONDS:.0f} s",
-                fix="servers given by engine.urls must share the states directory with this machine",
+                fix="if its server was started again meanwhile, give the same command again: it continues. Else let "
+                "servers of engine.urls reach that directory under the same path as this machine does",
             )
         await asyncio.sleep(_POLL_SECONDS)
 

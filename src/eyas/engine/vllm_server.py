@@ -17,11 +17,12 @@ from typing import Protocol
 import httpx
 
 from eyas.engine import supervise, vllm_versions
-from eyas.errors import EngineError, InputError
+from eyas.errors import EngineError, InputError, first_line
 from eyas.recipe import EnginePart
 from eyas.target.info import TargetInfo
 
 MODEL_NAME = "target"
+LAUNCH_LINE = "the launch line that `eyas plan RECIPE` prints"
 CPU_KV_CACHE_GIB = 2
 _TAIL_LINES = 25
 _TAIL_BYTES = 64 * 1024
@@ -178,6 +179,10 @@ class Endpoint(Protocol):
         """Raises EngineError when the server is known to be gone."""
 
 
+class GivenServerError(InputError, EngineError):
+    """A server of `engine.urls` that cannot be the one that the recipe means."""
+
+
 @dataclass(frozen=True)
 class GivenServer:
     """A server that the user runs (`engine.urls`)."""
@@ -193,10 +198,17 @@ def given_servers(engine: EnginePart) -> list[GivenServer]:
     """The servers of `engine.urls`, with the key out of `engine.api_key_file`."""
     key = None
     if engine.api_key_file is not None:
+        fix = "name a file that holds the servers' key"
         try:
             key = Path(engine.api_key_file).read_text(encoding="utf-8").strip()
-        except OSError as e:
-            raise InputError(f"engine.api_key_file: {e}", fix="name a file that holds the servers' key") from None
+        except (OSError, UnicodeDecodeError) as e:
+            raise InputError(f"engine.api_key_file: {engine.api_key_file}: {first_line(e)}", fix=fix) from None
+        if not re.fullmatch(r"[!-~]+", key):
+            raise InputError(
+                f"engine.api_key_file: {engine.api_key_file} holds no key: expected one word of ASCII characters, "
+                f"found {len(key):,} characters",
+                fix=fix,
+            )
     return [GivenServer(url.rstrip("/").removesuffix("/v1"), key) for url in engine.urls]
 
 
