@@ -32,6 +32,19 @@ def test_relative_paths_start_at_the_recipe(tmp_path: Path) -> None:
     assert recipe.target.path == "some/model"
 
 
+def test_a_key_file_lies_beside_the_recipe(tmp_path: Path) -> None:
+    path = write(tmp_path, {**GOOD, "engine": {"urls": "http://a:1", "api_key_file": "key"}})
+    assert load_recipe(path).engine.api_key_file == "key"
+    (tmp_path / "key").write_text("k")
+    assert load_recipe(path).engine.api_key_file == str((tmp_path / "key").resolve())
+
+
+def test_options_of_the_server_that_change_nothing_of_eyas(tmp_path: Path) -> None:
+    args = {"gpu-memory-utilization": 0.8, "max_num_batched_tokens": 4096, "pipeline-parallel-size": 1}
+    args |= {"enable-dbo": False, "model-impl": "auto", "max-num-seqs": 8}
+    assert load_recipe(write(tmp_path, {**GOOD, "engine": {"args": args}})).engine.args == args
+
+
 def test_overrides(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     recipe = load_recipe(path, ["train.epochs=3", "draft.from=abc", "draft.aux_layers=[1, 2, 3]", "data.limit=10"])
@@ -61,6 +74,25 @@ def test_overrides(tmp_path: Path) -> None:
         ({"data": {"prompts": "p", "max_length": 64}}, "engine.sampling.max_tokens (2048) leaves no room for a prompt"),
         ({"engine": {"args": {"trust-remote-code": True}}}, "set target.remote_code instead"),
         ({"engine": {"args": {"--trust_remote-code": True}}}, "set target.remote_code instead"),
+        (
+            {"engine": {"args": {"host": "0.0.0.0"}}},
+            "line 5: engine.args.host would replace what eyas sets\n  fix: a server that eyas starts",
+        ),
+        ({"engine": {"args": {"host": None}}}, "engine.args.host would replace"),  # vLLM's own is every interface
+        ({"engine": {"args": {"--api_key": "k"}}}, "engine.args.--api_key would replace what eyas sets"),
+        ({"engine": {"args": {"port=80": True}}}, "engine.args.port=80 would replace"),
+        ({"engine": {"args": {"model": "other"}}}, "fix: set target.path"),
+        ({"engine": {"args": {"tensor_parallel_size": 2}}}, "fix: set engine.tensor_parallel"),
+        ({"engine": {"args": {"dtype": "float16"}}}, "fix: set engine.dtype"),
+        ({"engine": {"args": {"kv-transfer-config": "{}"}}}, "eyas itself tells the server what to capture"),
+        ({"engine": {"args": {"additional-config.x": 1}}}, "eyas itself tells the server what to capture"),
+        (
+            {"engine": {"args": {"pipeline-parallel-size": 2}}},
+            "pipeline-parallel-size: 2: capture does not work with pipeline parallelism\n  fix: leave it out",
+        ),
+        ({"engine": {"args": {"decode_context_parallel_size": "2"}}}, "with decode context parallelism"),
+        ({"engine": {"args": {"prefill-context-parallel-size": 4}}}, "with prefill context parallelism"),
+        ({"engine": {"args": {"enable-dbo": True}}}, "with dual-batch overlap"),
         ({"train": {"epochs": True}}, "train.epochs: expected a whole number, found true"),
         ({"train": {"lr": float("inf")}}, "train.lr: expected a finite number, found inf"),
         (

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from eyas.engine import server_options
 from eyas.errors import InputError
 from eyas.recipe_errors import Override, Source, explained, found
 from eyas.recipe_yaml import read_yaml, strings
@@ -248,6 +249,12 @@ class Recipe(Part):
         return self
 
     @model_validator(mode="after")
+    def _the_servers_options_are_the_recipes_to_give(self) -> "Recipe":
+        if (why := server_options.refused(self.engine.args)) is not None:
+            raise ValueError(why)
+        return self
+
+    @model_validator(mode="after")
     def _answers_fit(self) -> "Recipe":
         if self.data.responses == "regenerate" and self.engine.sampling.max_tokens >= self.data.max_length:
             raise ValueError(
@@ -277,8 +284,8 @@ class Recipe(Part):
 def load_recipe(path: Path, overrides: Iterable[str] = (), limit: int | None = None) -> Recipe:
     """Reads a recipe file and applies `key.sub=value` overrides (values are YAML), and `limit` to data.limit.
 
-    Relative paths inside the recipe (target directory, prompt files, drafter) start at the recipe's folder when they
-    exist there, else at the working directory; `run_dir` always starts at the working directory.
+    Relative paths inside the recipe (target directory, prompt files, drafter, key file) start at the recipe's folder
+    when they exist there, else at the working directory; `run_dir` always starts at the working directory.
     Raises InputError with the file and line or the option, the key, what was found and what was expected.
     """
     if not path.is_file():
@@ -360,13 +367,16 @@ def _with_paths_resolved(recipe: Recipe, base: Path) -> Recipe:
     def of(p: str | PromptSource) -> str | PromptSource:
         return resolve(p) if isinstance(p, str) else p.model_copy(update={"path": resolve(p.path)})
 
-    draft = recipe.draft
+    draft, engine = recipe.draft, recipe.engine
     if draft.from_ is not None:
         draft = draft.model_copy(update={"from_": resolve(draft.from_)})
+    if engine.api_key_file is not None:
+        engine = engine.model_copy(update={"api_key_file": resolve(engine.api_key_file)})
     return recipe.model_copy(
         update={
             "target": recipe.target.model_copy(update={"path": resolve(recipe.target.path)}),
             "data": recipe.data.model_copy(update={"prompts": [of(p) for p in recipe.data.prompts]}),
+            "engine": engine,
             "draft": draft,
         }
     )
