@@ -15,7 +15,7 @@ from eyas.data.harvest import COMPLETE, REPRODUCED, harvest
 from eyas.data.prepare import prepare
 from eyas.data.schema import HARVESTED, part_files
 from eyas.engine.base import Engine, Request
-from eyas.errors import EngineError, ProofError
+from eyas.errors import EngineError, InputError, ProofError
 from eyas.progress import Progress
 from eyas.recipe import Recipe
 from eyas.rundir import RunDir
@@ -111,6 +111,36 @@ def test_the_engine_is_shown_once_all_is_proven(bench: Callable[..., Bench]) -> 
     for _ in range(2):  # the second time nothing is missing, and no engine is opened
         harvest(b.recipe, b.target, b.run, LAYERS, Progress(quiet=True), lambda: engine, at_end=at_end)
     assert shown == [(engine, 12, 2)]
+
+
+@pytest.mark.parametrize("owner", ["run.json", "target.json"])
+@pytest.mark.parametrize("inner", ["states", "."])
+def test_shards_in_another_runs_directory_stay_there(
+    bench: Callable[..., Bench], tmp_path: Path, owner: str, inner: str
+) -> None:
+    b = bench()
+    other = tmp_path / "other"
+    (other / "states").mkdir(parents=True)
+    (other / owner).write_text("{}")
+    engine = TinyEngine(b.tiny, other / inner)
+    with pytest.raises(InputError) as e:
+        b.harvest(engine)
+    for said in (f"in {(other / inner).resolve()}, which", f"the run {other}", str(b.run.states), "`eyas plan RECIPE`"):
+        assert said in str(e.value)
+    assert not b.rows()
+    assert not list(b.run.states.iterdir())
+
+
+@pytest.mark.parametrize("inner", ["elsewhere", "run/elsewhere"])
+def test_shards_in_a_directory_of_no_other_run_are_moved(
+    bench: Callable[..., Bench], tmp_path: Path, inner: str
+) -> None:
+    b = bench()
+    b.run.target_json.write_text("{}")
+    (tmp_path / inner).mkdir()
+    assert b.harvest(TinyEngine(b.tiny, tmp_path / inner))["samples"] == 12
+    assert not list((tmp_path / inner).iterdir())
+    assert len(HarvestStore(b.run).samples()) == 12
 
 
 def test_kept_conversations_are_read_not_answered(bench: Callable[..., Bench]) -> None:

@@ -21,6 +21,7 @@ from eyas.data.lengths import SHARES, length_summary, share_bin, share_summary
 from eyas.data.plan import Asked, Plan
 from eyas.data.render import Renderer
 from eyas.data.schema import DROPPED, LENGTH
+from eyas.data.shard_place import check_place
 from eyas.data.wanted import Wanted
 from eyas.engine.base import Completion, Engine
 from eyas.errors import EngineError, EyasError, ProofError
@@ -150,7 +151,7 @@ class _Work:
         assert self.engine is not None
         assert self.committer is not None
         begin = time.monotonic()
-        groups = _Shards()
+        groups = _Shards(self.plan.run)
         settling: list[Future[Settled]] = []
         asked = 0
         completions = self.engine.generate(requests, self.recipe.engine.sampling)
@@ -322,7 +323,10 @@ class _Work:
 class _Shards:
     """Completions grouped by the shard that holds their states, until it is there and nothing of it is awaited."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._places: set[Path] = set()
+        """where the shards of this run may lie, as far as they were seen"""
         self._groups: dict[Path, list[tuple[Completion, Asked]]] = {}
         self._ids: set[str] = set()
         self._taken: set[Path] = set()
@@ -334,8 +338,13 @@ class _Shards:
         if completion.captured is None:
             raise EngineError(
                 f"the engine returned no hidden states with its answer to {completion.id}",
-                fix="it runs without eyas's capture: let eyas start it, or start it as the README says",
+                fix="it runs without eyas's capture: let eyas start it, or start it as the README's section "
+                '"A server of your own" says',
             )
+        place = completion.captured.shard.parent
+        if place not in self._places:
+            check_place(place, self._run)
+            self._places.add(place)
         if completion.id in self._ids or completion.captured.shard in self._taken:
             return False
         self._ids.add(completion.id)
