@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from eyas.data.schema import HARVESTED
 from eyas.errors import EyasError, InputError, disk_error
 from eyas.files import write_json, written_aside
 from eyas.pipeline import STAGES, Run, Stage, _keep_previous, _run_one, run_stages
+from eyas.products import Products
 from eyas.progress import Progress
 from eyas.recipe import Recipe
 from eyas.report.data_estimate import _harvested
@@ -33,6 +34,7 @@ from eyas.report.show import _samples
 from eyas.rundir import Proof, RunDir, StageRecord
 from eyas.states.shard import Shard, ShardSample, write_shard
 from eyas.target.resolve import resolve_target
+from eyas.train.checkpoints import directory_aside, seal, whole_checkpoints
 
 SETTINGS = b"s"
 
@@ -348,6 +350,131 @@ def test_verifying_again_leaves_the_drafter(tmp_path: Path) -> None:
     assert (run.drafter / "vllm").is_dir()
     assert (tmp_path / "previous" / "t" / "drafter" / "vllm").is_dir()
     assert not run.verify_json.exists()
+
+
+@dataclass
+class Trainings:
+    """A run whose train stage only writes a checkpoint of so many steps, then final/ unless it is interrupted."""
+
+    run: Run
+    steps: int = 5
+    interrupted: bool = False
+
+    def again(self, first: str = "train", **settings: object) -> None:
+        recipe = self.run.recipe
+        changed = recipe.model_copy(update={"train": recipe.train.model_copy(update=settings)})
+        run_stages(replace(self.run, recipe=changed), first, "train")
+
+    def work(self, run: Run) -> dict[str, Any]:
+        found = whole_checkpoints(run.dir.train)
+        if not found:
+            with directory_aside(run.dir.train / f"checkpoint-{self.steps}") as aside:
+                (aside / "model.safetensors").write_text(str(run.recipe.train.lr))
+                seal(aside, self.steps, {}, None)
+        if self.interrupted:
+            raise KeyboardInterrupt
+        fill(run.dir, "train")
+        return {"steps": found[-1].step if found else self.steps, "continued": bool(found)}
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        record = self.run.dir.record("train")
+        assert record is not None
+        return record.counts
+
+    @property
+    def aside(self) -> dict[str, Path]:
+        """By the learning rate that they were made with."""
+        found = self.run.dir.previous.glob("*-train-*/checkpoint-*/model.safetensors")
+        return {path.read_text(): path.parent.parent for path in found}
+
+
+@pytest.fixture
+def trainings(tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good day"}\n')
+    made = {"run_dir": str(tmp_path / "run"), "target": {"path": str(smollm2)}, "data": {"prompts": "p.jsonl"}}
+    monkeypatch.chdir(tmp_path)
+    run = Run(Recipe.model_validate(made), resolve_target(str(smollm2)), RunDir(tmp_path / "run"), Progress())
+    all_ = Trainings(run)
+
+    def stand_in(stage: Stage) -> Stage:
+        def filled(run: Run) -> dict[str, Any]:
+            fill(run.dir, stage.name)
+            return {}
+
+        return replace(stage, work=all_.work if stage.name == "train" else filled)
+
+    monkeypatch.setattr("eyas.pipeline.STAGES", tuple(stand_in(s) for s in STAGES))
+    monkeypatch.setattr("eyas.pipeline.write_report", lambda *_: None)
+    all_.again("prepare", lr=0.0)
+    return all_
+
+
+def test_a_changed_setting_sets_the_training_aside_and_the_old_one_takes_it_up_again(
+    trainings: Trainings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = trainings.run.dir.train
+    trainings.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        trainings.again(lr=0.5)
+    assert {p.name for p in trainings.aside["0.0"].iterdir()} == {"checkpoint-5", "final"}
+    told = capsys.readouterr().err
+    assert f"(5 steps, 109 B) is set aside in {trainings.aside['0.0']}: set the inputs back and it is" in told
+    with pytest.raises(KeyboardInterrupt):  # an interrupted one is worth as much
+        trainings.again(lr=0.25)
+    assert trainings.aside.keys() == {"0.0", "0.5"}
+    trainings.interrupted = False
+    was = trainings.aside["0.5"]
+    trainings.again(lr=0.5)
+    assert trainings.counts == {"steps": 5, "continued": True}
+    assert f"taking up the training of these inputs that was set aside in {was}" in capsys.readouterr().err
+    assert (train / "checkpoint-5" / "model.safetensors").read_text() == "0.5"
+    assert trainings.aside.keys() == {"0.0", "0.25"}
+
+
+def test_a_training_without_a_whole_checkpoint_is_not_kept(trainings: Trainings) -> None:
+    train = trainings.run.dir.train
+    for path in (train / "checkpoint-5" / "model.safetensors", train / "final" / "model.safetensors"):
+        path.unlink()
+    trainings.again(lr=0.5)
+    assert trainings.counts["continued"] is False
+    assert not trainings.run.dir.previous.exists()
+
+
+def test_of_many_trainings_those_that_came_farthest_are_kept(
+    trainings: Trainings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for lr, steps in ((1.0, 2), (2.0, 3), (3.0, 1), (4.0, 9)):
+        trainings.steps = steps
+        trainings.again(lr=lr)
+    assert trainings.aside.keys() == {"0.0", "2.0", "3.0"}  # the newest one stays, however short it was
+    assert "is deleted: 3 trainings are kept there" in capsys.readouterr().err
+
+
+def test_settings_that_cannot_work_touch_nothing(trainings: Trainings) -> None:
+    run = trainings.run.dir
+    write_json(run.verify_json, {})
+    run.write_record("verify", StageRecord("f", "done", finished="t"))
+    part = run.samples / "a.parquet"
+    rows = pq.read_table(part)
+    long = rows.set_column(
+        rows.schema.get_field_index("rows"), "rows", pa.array([40, 40], rows.schema.field("rows").type)
+    )
+    write_part(long, part)
+    Products(run.root, "harvest").record(harvest_files(run))
+    before = sorted(p for p in run.root.rglob("*") if p.name != ".lock")
+    records = run.records()
+    with pytest.raises(InputError, match=r"tokens_per_batch is 16, but sample a-0/0 alone has 39"):
+        trainings.again(lr=0.5, tokens_per_batch=16)
+    assert sorted(p for p in run.root.rglob("*") if p.name != ".lock") == before
+    assert run.records() == records
+
+
+def test_checkpoints_whose_record_is_lost_stay(trainings: Trainings) -> None:
+    trainings.run.dir.run_json.unlink()
+    trainings.again("prepare", lr=0.0)
+    assert trainings.counts["continued"] is True
+    assert not trainings.aside
 
 
 @pytest.fixture

@@ -52,8 +52,9 @@ class Stage:
     """`made_from`: everything that decides the stage's result, as JSON; earlier stages enter by their fingerprint.
 
     `outputs` are deleted when its inputs changed, and before a stage that cannot continue with them begins again: so
-    what lies there is never an earlier attempt's. `products` are files without which the stage is not done, and the
-    others that are kept of it: one that is lost or changed makes the stage run again.
+    what lies there is never an earlier attempt's. They are quickly made again; what takes hours is not among them.
+    `products` are files without which the stage is not done, and the others that are kept of it: one that is lost or
+    changed makes the stage run again.
     """
 
     name: str
@@ -65,6 +66,10 @@ class Stage:
     """continues with what an interrupted attempt of the same inputs left"""
     engine: bool = False
     """starts the recipe's engine"""
+    check: Callable[[Run], None] = lambda run: None
+    """raises InputError for what cannot work, before anything of an earlier attempt is touched"""
+    change_over: Callable[[Run, str | None, str], None] = lambda run, was, now: None
+    """from the results of the inputs with the first fingerprint to those with the second"""
 
 
 def run_stages(run: Run, first: str, last: str) -> dict[str, StageRecord]:
@@ -134,12 +139,14 @@ def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str, list[Pat
 def _run_one(run: Run, stage: Stage, made_of: str) -> None:
     before = run.dir.record(stage.name)
     changed = before is None or before.fingerprint != made_of
+    stage.check(run)
     if before is not None and changed:
         run.progress.say(f"{stage.name}: inputs changed, made again")
         _keep_previous(run.dir, stage.name)
     if changed or not stage.resumes:
         for path in stage.outputs(run.dir):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    stage.change_over(run, None if before is None else before.fingerprint, made_of)
     earlier = 0.0 if before is None or changed or before.status == "done" else before.seconds
     record = StageRecord(made_of, "running", earlier, versions=_versions())
     products = Products(run.dir.root, stage.name)
@@ -207,7 +214,7 @@ def _keep_previous(run: RunDir, stage: str) -> None:
     record = run.record("verify")
     if record is None or record.status != "done" or not run.verify_json.exists():
         return
-    kept = run.root / "previous" / (record.finished or "unknown").replace(":", "")
+    kept = run.previous / (record.finished or "unknown").replace(":", "")
     kept.mkdir(parents=True, exist_ok=True)
     shutil.copy(run.run_json, kept / "run.json")
     if stage == "verify" and run.drafter.exists():
@@ -266,6 +273,18 @@ def _vocab(run: Run) -> dict[str, Any]:
     from eyas.draft.vocab import build_vocab
 
     return build_vocab(run.dir, run.target.vocab_size, run.recipe.draft.vocab_size)
+
+
+def _check_train(run: Run) -> None:
+    from eyas.train.launch import check_train_stage
+
+    check_train_stage(run.recipe, run.dir, run.nproc)
+
+
+def _change_training(run: Run, was: str | None, now: str) -> None:
+    from eyas.train.previous import change_over
+
+    change_over(run.dir, was, now, run.progress.say)
 
 
 def _train(run: Run) -> dict[str, Any]:
@@ -339,9 +358,11 @@ STAGES = (
         "train",
         lambda r: [_dump(r.recipe.draft), _dump(r.recipe.train, *FREE_TRAIN_SETTINGS)],
         _train,
-        lambda d: [d.train],
+        lambda d: [],
         lambda d: _with_all([d.train / "final" / "model.safetensors"], d.train / "final"),
         resumes=True,
+        check=_check_train,
+        change_over=_change_training,
     ),
     Stage(
         "export",

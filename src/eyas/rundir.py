@@ -63,6 +63,7 @@ class RunDir:
         self.vocab = root / "vocab"
         self.train = root / "train"
         self.drafter = root / "drafter"
+        self.previous = root / "previous"
         self.logs = root / "logs"
         self.proofs_json = root / "proofs.json"
         self.baseline_json = root / "baseline.json"

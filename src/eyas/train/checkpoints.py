@@ -94,8 +94,8 @@ def resumable(train_dir: Path, made_of: dict[str, str]) -> Checkpoint | None:
     if changed:
         raise InputError(
             f"{newest.path} was trained with other inputs: {', '.join(changed)} changed",
-            fix=f"restore them to continue (--nproc sets the number of ranks), or delete {train_dir} to train from the "
-            "start",
+            fix="restore them to continue (--nproc sets the number of ranks), or move away (or delete) "
+            f"{train_dir} to train from the start",
         )
     return newest
 
@@ -160,7 +160,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     found = _load(directory / MODEL)
     wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if found.keys() != wanted.keys() or any(found[n].shape != p.shape for n, p in wanted.items()):
-        raise EyasError(f"{directory / MODEL} does not hold this drafter's weights", fix=f"delete {directory.parent}")
+        raise EyasError(f"{directory / MODEL} does not hold this drafter's weights", fix=_without(directory))
     with torch.no_grad():
         for name, p in wanted.items():
             p.copy_(like(found[name], p))
@@ -177,7 +177,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory
         if not p.requires_grad:
             continue
         if name not in found:
-            raise EyasError(f"{directory / OPTIMIZER} has no moments of {name}", fix=f"delete {directory.parent}")
+            raise EyasError(f"{directory / OPTIMIZER} has no moments of {name}", fix=_without(directory))
         state: dict[str, Any] = {}
         for key, value in found[name].items():
             if key == "step":
@@ -191,4 +191,8 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as e:
-        raise EyasError(f"{path} is damaged: {e}", fix=f"delete {path.parent} and run again") from None
+        raise EyasError(f"{path} is damaged: {e}", fix=_without(path.parent)) from None
+
+
+def _without(checkpoint: Path) -> str:
+    return f"delete {checkpoint} and run again: the training continues from the checkpoint before it, if there is one"

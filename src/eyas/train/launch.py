@@ -22,8 +22,10 @@ from eyas.files import read_json
 from eyas.progress import Progress, Task
 from eyas.recipe import Recipe
 from eyas.rundir import RunDir
+from eyas.states.store import HarvestStore
 from eyas.target.info import TargetInfo
 from eyas.train.interrupt import ctrl_c
+from eyas.train.packing import check_budget, trainable
 from eyas.train.rank import KINDS, Job, RankError, RankFiles
 
 POLL_SECONDS = 0.1
@@ -36,6 +38,21 @@ def train_stage(
 
     Returns and raises what `eyas.train.trainer.train` does; InputError when there are fewer GPUs than ranks.
     """
+    ranks = _ranks(nproc)
+    if ranks == 1:
+        from eyas.train.trainer import train
+
+        return train(recipe, target, run, progress)
+    return train_in_ranks(recipe, target, run, progress, ranks)
+
+
+def check_train_stage(recipe: Recipe, run: RunDir, nproc: int | None) -> None:
+    """Raises InputError for settings that cannot work, as far as it shows before the drafter is made."""
+    _ranks(nproc)
+    check_budget(trainable(HarvestStore(run).samples()), recipe.train.tokens_per_batch)
+
+
+def _ranks(nproc: int | None) -> int:
     gpus = torch.cuda.device_count()
     ranks = nproc or max(1, gpus)
     if gpus and ranks > gpus:
@@ -43,11 +60,7 @@ def train_stage(
             f"--nproc {ranks}: this machine has {gpus} GPU(s), and every rank needs one of its own",
             fix=f"give --nproc {gpus} or less",
         )
-    if ranks == 1:
-        from eyas.train.trainer import train
-
-        return train(recipe, target, run, progress)
-    return train_in_ranks(recipe, target, run, progress, ranks)
+    return ranks
 
 
 def train_in_ranks(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Progress, ranks: int) -> dict[str, Any]:
