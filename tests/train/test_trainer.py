@@ -20,8 +20,10 @@ from eyas.errors import InputError, ProofError
 from eyas.pipeline import STAGES, Run
 from eyas.progress import Progress
 from eyas.rundir import RunDir
+from eyas.states.store import HarvestStore
 from eyas.target.info import TargetInfo
 from eyas.train import checkpoints, loop
+from eyas.train.packing import rows_of
 from eyas.train.trainer import train
 
 from . import killed
@@ -302,6 +304,13 @@ def test_a_step_that_is_not_finite_stops_before_the_optimizer(fresh):
 def test_settings_that_cannot_work_are_refused(fresh, settings, message):
     with pytest.raises(InputError, match=message):
         go(fresh, **settings)
+
+
+def test_the_budget_that_is_suggested_fits_both_splits(fresh):
+    longest = {split: max(map(rows_of, HarvestStore(fresh[0]).samples(split))) for split in ("train", "holdout")}
+    assert 16 < longest["holdout"] < longest["train"]  # a shorter held-out one must not be all that is named
+    with pytest.raises(InputError, match=f"set train.tokens_per_batch to at least {longest['train']},"):
+        go(fresh, tokens_per_batch=16)
 
 
 def test_without_held_out_samples(fresh):

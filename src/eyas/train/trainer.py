@@ -55,7 +55,7 @@ def train(
     seen, held_out = (trainable(store.samples(split)) for split in ("train", "holdout"))
     if not seen:
         raise InputError(f"{run.samples} has no trainable sample", fix="harvest answers of at least 2 tokens first")
-    check_budget(held_out, part.tokens_per_batch)
+    check_budget([*seen, *held_out], part.tokens_per_batch)
     schedule = make_schedule(seen, part.tokens_per_batch, part.epochs, part.seed, world, part.accumulate)
     how = layout(
         store.layers(),
