@@ -25,6 +25,13 @@ def test_minimal_recipe_has_defaults_and_round_trips(tmp_path: Path) -> None:
     assert again == recipe
 
 
+def test_the_largest_seed_is_taken_everywhere(tmp_path: Path) -> None:
+    largest = 2**31 - 1
+    recipe = load_recipe(write(tmp_path, GOOD), [f"train.seed={largest}", f"engine.sampling.seed={largest}"])
+    assert recipe.train.seed == recipe.engine.sampling.seed == largest
+    assert load_recipe(write(tmp_path, GOOD), ["engine.sampling.seed=null"]).engine.sampling.seed is None
+
+
 def test_relative_paths_start_at_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("{}\n")
     recipe = load_recipe(write(tmp_path, GOOD))
@@ -94,6 +101,9 @@ def test_overrides(tmp_path: Path) -> None:
         ({"engine": {"args": {"prefill-context-parallel-size": 4}}}, "with prefill context parallelism"),
         ({"engine": {"args": {"enable-dbo": True}}}, "with dual-batch overlap"),
         ({"train": {"epochs": True}}, "train.epochs: expected a whole number, found true"),
+        ({"train": {"seed": -1}}, "train.seed: expected a number of at least 0, found -1"),
+        ({"train": {"seed": 2**31}}, "train.seed: expected a number of at most 2147483647, found 2147483648"),
+        ({"engine": {"sampling": {"seed": -1}}}, "engine.sampling.seed: expected a number of at least 0, found -1"),
         ({"train": {"lr": float("inf")}}, "train.lr: expected a finite number, found inf"),
         (
             {"data": {"prompts": "p", "holdout": 1.5}},
@@ -169,14 +179,19 @@ def test_numbers_as_yaml_1_2_writes_them(tmp_path: Path, text: str) -> None:
         (
             "train.epochs=many",
             None,
-            "--set train.epochs=many: expected a whole number, found 'many'\n  fix: correct",
+            "--set train.epochs=many: expected a whole number, found 'many'\n"
+            "  fix: e.g. --set train.epochs=10, which is the default",
         ),
+        ("run_dir=", None, "--set run_dir=: expected text, found nothing\n  fix: give text: --set run_dir=..."),
+        ("train=3", None, "expected a section of keys, found 3\n  fix: give --set train.KEY=VALUE, or leave it out"),
+        ("engine.urls=3", None, "expected a list, found 3\n  fix: give a list: --set engine.urls=..."),
+        ("engine.args=3", None, "fix: give --set engine.args.KEY=VALUE, or leave it out"),
         ("train.epoch=3", None, "--set train.epoch=3: unknown key train.epoch\n  fix: did you mean"),
         ("train={epochs: 0}", None, "--set train={epochs: 0}: train.epochs: expected a number of at least 1, found 0"),
         ("train={a: 1, a: 2}", None, "--set train={a: 1, a: 2}, line 1: key a is written twice"),
         ("data.max_length=64", None, "--set data.max_length=64: engine.sampling.max_tokens (2048) leaves no room"),
         ('run_dir="\\0"', None, "run_dir holds a null byte"),
-        ("data.limit=5", 1, "--limit 1: expected a number of at least 2, found 1\n  fix: correct --limit"),
+        ("data.limit=5", 1, "--limit 1: expected a number of at least 2, found 1\n  fix: e.g. --limit 10"),
     ],
 )
 def test_errors_of_options_name_them(tmp_path: Path, option: str, limit: int | None, expected: str) -> None:

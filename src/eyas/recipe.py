@@ -48,6 +48,8 @@ def _as_number(value: Any) -> Any:
 
 
 Number = Annotated[float, BeforeValidator(_as_number)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""NumPy takes no negative seed, to vLLM -1 is none, and torch's 64 bits also hold the step and the answer's number"""
 
 
 class Part(BaseModel):
@@ -124,7 +126,7 @@ class SamplingPart(Part):
     top_p: Number = Field(1.0, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=1)
     max_tokens: int = Field(2048, ge=2, description="longest answer, in tokens")
-    seed: int | None = Field(0, description="the engine's sampling seed for each request")
+    seed: Seed | None = Field(0, description="the engine's sampling seed for each request")
 
 
 class EnginePart(Part):
@@ -198,7 +200,7 @@ class TrainPart(Part):
     save_every: int | None = Field(None, ge=1, description="steps between checkpoints; default: each epoch")
     eval_every: int | None = Field(None, ge=1, description="steps between evaluations; default: each epoch")
     compute: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU")
-    seed: int = 0
+    seed: Seed = 0
 
 
 FREE_TRAIN_SETTINGS = ("keep", "save_every", "eval_every")

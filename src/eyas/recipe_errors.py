@@ -28,7 +28,7 @@ _EXPECTED = {
     "greater_than": "a number above {gt:g}",
     "greater_than_equal": "a number of at least {ge:g}",
     "less_than": "a number below {lt:g}",
-    "less_than_equal": "a number of at most {le:g}",
+    "less_than_equal": "a number of at most {le:.10g}",
     "finite_number": "a finite number",
     "too_short": "a list that is not empty",
     "string_too_short": "a text that is not empty",
@@ -119,8 +119,8 @@ def _told(loc: Loc, errors: list[Any], model: type[BaseModel], source: Source) -
         else:
             named = f"{_first_named(message, source)}: "
         return named + message, fix or f"correct {key or 'it'}"
-    expected = list(dict.fromkeys(_expected(err) for err in errors))
-    return f"{named}expected {' or '.join(expected)}, found {found(first['input'])}", _example(loc, model, given)
+    expected = " or ".join(dict.fromkeys(_expected(err) for err in errors))
+    return f"{named}expected {expected}, found {found(first['input'])}", _example(loc, model, given, expected)
 
 
 def _first_named(message: str, source: Source) -> str:
@@ -135,16 +135,20 @@ def _expected(err: Any) -> str:
     return known.format(**err.get("ctx", {})) if known is not None else f"something else ({err['msg']})"
 
 
-def _example(loc: Loc, model: type[BaseModel], given: Override | None) -> str:
-    if given is not None:
-        return f"correct {given.option.split()[0]}"
+def _example(loc: Loc, model: type[BaseModel], given: Override | None, expected: str) -> str:
+    """What to write, where it was given: in the recipe, or as an option of its own."""
     key, field = ".".join(map(str, loc)), _field_at(loc, model)
-    if isinstance(loc[-1], int) or field is None:
-        return f"correct {key}"
-    if field.is_required() or field.default_factory is not None:
-        return f"correct {key}" if field.is_required() else f"write its keys below {key}:, or leave it out"
+    option = None if given is None or given.key != loc else given.option.split()[0]
+    if option == "--limit":
+        return "e.g. --limit 10"
+    if field is not None and field.default_factory is not None and expected == _EXPECTED["dict_type"]:
+        return (
+            f"{f'write its keys below {key}:' if option is None else f'give {option} {key}.KEY=VALUE'}, or leave it out"
+        )
+    if isinstance(loc[-1], int) or field is None or field.is_required() or field.default_factory is not None:
+        return f"correct {key}" if option is None else f"give {expected}: {option} {key}=..."
     default = yaml.safe_dump(field.default, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
-    return f"e.g. {key}: {default}, which is the default"
+    return f"e.g. {f'{key}: ' if option is None else f'{option} {key}='}{default}, which is the default"
 
 
 def _field_at(loc: Loc, model: Any) -> FieldInfo | None:

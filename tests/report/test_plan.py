@@ -80,7 +80,13 @@ def test_kimi(kimi: Path, tmp_path: Path) -> None:
     assert json.loads(launch[launch.index("--additional-config") + 1]) == {"eyas": {"layers": [2, 30, 58, 61]}}
     buffer = (8192 + 64) * 57_344  # vLLM's steps on such a GPU
     in_flight = loaded("kimi-k2.5.yaml", kimi, tmp_path).engine.concurrency * 8192 * 57_344
-    expected = {"step_tokens": 8192, "device": 5 * buffer, "host": 4 * buffer, "in_flight": in_flight}
+    expected = {
+        "counted_for": None,
+        "step_tokens": 8192,
+        "device": 5 * buffer,
+        "host": 4 * buffer,
+        "in_flight": in_flight,
+    }
     assert found["engine"]["capture_memory"] == expected
     assert {time["stage"] for time in found["times"]} == {"prepare", "harvest", "vocab", "train", "export", "verify"}
     assert all(time["source"] and time["seconds"] > 0 for time in found["times"])
@@ -113,6 +119,35 @@ def test_the_line_that_starts_a_server_of_the_users_own(
     assert words[words.index("/no/python") :][:3] == ["/no/python", "-m", "vllm.entrypoints.openai.api_server"]
     assert words[words.index("--port") + 1] == "8123"
     assert "--kv-transfer-config" in words
+
+
+def test_the_capture_of_a_given_server_is_counted_for_gpus_also_where_there_are_none(
+    kimi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "this_machine", lambda run_dir: replace(LARGE, gpus=(), memory=40 << 30))
+    (tmp_path / "key").write_text("k")
+    given = ("engine.urls=[http://gpu-box:8000]", f"engine.api_key_file={tmp_path / 'key'}")
+    plan = planned("kimi-k2.5.yaml", kimi, tmp_path, *given)
+    assert plan.ok, plan.problems
+    assert plan.engine.capture_memory is not None
+    buffer = (8192 + 64) * 57_344
+    assert (plan.engine.capture_memory.device, plan.engine.capture_memory.host) == (5 * buffer, 4 * buffer)
+    assert not [note for note in plan.notes if "this machine's" in note]
+    text = io.StringIO()
+    print_plan(plan, Console(file=text, width=300))
+    assert "at most; counted for GPUs of 85.9 GB; which the server has is not known" in text.getvalue()
+    wrong = planned("kimi-k2.5.yaml", kimi, tmp_path, *given, "engine.api_key_file=/no/key")
+    assert [p.message for p in wrong.problems if "engine.api_key_file: /no/key" in p.message]
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    ("given", "tokens"), [("4096", 4096), ("'4096'", 4096), ("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("null", 8192)]
+)
+def test_steps_as_vllm_reads_them(kimi: Path, tmp_path: Path, given: str, tokens: int) -> None:
+    plan = planned("kimi-k2.5.yaml", kimi, tmp_path, f"engine.args.max_num_batched_tokens={given}", rows=1)
+    assert plan.engine.capture_memory is not None
+    assert plan.engine.capture_memory.step_tokens == tokens
 
 
 @pytest.mark.usefixtures("large")
@@ -188,7 +223,7 @@ def test_tiny_is_ok_and_prints(tmp_path: Path) -> None:
     ("override", "message", "fix"),
     [
         ("draft.vocab_size=1000", "draft.vocab_size is 1,000, but the target has only 320 tokens", "at most 320"),
-        ("draft.aux_layers=[1,9]", "draft.aux_layers [1, 9] does not fit a target of 3 layers", "set draft.aux_layers"),
+        ("draft.aux_layers=[1,9]", "draft.aux_layers: [1, 9] does not fit a target of 3 layers", "set draft.aux_layers"),
         ("draft.aux_layers=[2,1]", "does not fit a target of 3 layers", "set draft.aux_layers"),
         ("draft.aux_layers=null", "the default [2, 1, 0] does not fit", "set draft.aux_layers"),
         ("data.max_length=4096", "data.max_length is 4,096, but the target ends at position 2,048", "at most 2048"),

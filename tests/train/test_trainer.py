@@ -313,6 +313,10 @@ def test_the_budget_that_is_suggested_fits_both_splits(fresh):
         go(fresh, tokens_per_batch=16)
 
 
+def test_the_largest_seed_trains(fresh):
+    assert go(fresh, epochs=1, seed=2**31 - 1)["steps"] == 4
+
+
 def test_without_held_out_samples(fresh):
     run, _ = fresh
     tiny_harvest(run, holdout=0)

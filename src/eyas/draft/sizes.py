@@ -120,9 +120,9 @@ def _aux_misfit(target: TargetInfo, part: DraftPart) -> InputError | None:
             "layer before the last",
             fix="choose a target of at least 2 layers",
         )
-    whose = "the default" if part.aux_layers is None else "draft.aux_layers"
+    whose = "the default " if part.aux_layers is None else ""
     return InputError(
-        f"draft.aux_layers: {whose} {chosen} does not fit a target of {n} layers; expected different numbers "
+        f"draft.aux_layers: {whose}{chosen} does not fit a target of {n} layers; expected different numbers "
         f"from 1 to {n - 1} in ascending order",
         fix="set draft.aux_layers, e.g. " + str(sorted({1, max(1, n // 2), max(1, n - 1)})),
     )
