@@ -1,7 +1,9 @@
 """What will be asked of the engine: which one, its exact launch line, and whether it supports this architecture."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -10,8 +12,8 @@ from eyas.engine.vllm_versions import NEWEST_VERSION
 from eyas.errors import InputError
 from eyas.recipe import Recipe
 from eyas.report.costs import Drafter, engine_width, state_bytes
-from eyas.report.machine import Machine
-from eyas.report.plan_problems import Problem
+from eyas.report.machine import Gpu, Machine
+from eyas.report.plan_problems import Problem, size
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo
 
@@ -20,6 +22,8 @@ from eyas.target.info import TargetInfo
 class CaptureMemory:
     """Bytes that capture takes in a server of the vllm engine, beside what vLLM takes."""
 
+    counted_for: str | None
+    """the machine that this is about, where it is not known: a given server's. None: this machine"""
     step_tokens: int
     """tokens of a step at most: `max-num-batched-tokens`, or what vLLM chooses on such a GPU"""
     device: int
@@ -32,13 +36,27 @@ class CaptureMemory:
 
 def capture_memory(recipe: Recipe, target: TargetInfo, drafter: Drafter, machine: Machine) -> CaptureMemory:
     row = state_bytes(target, drafter, engine_width(recipe, target))
-    step = recipe.engine.options.get("max-num-batched-tokens")
-    if not isinstance(step, int):
-        largest = max((gpu.memory for gpu in machine.gpus), default=0) >> 30
+    gpus, counted_for = machine.gpus, None
+    if recipe.engine.urls:
+        gpus = gpus or (_USUAL_GPU,)
+        counted_for = f"GPUs of {size(gpus[0].memory)}; which the server has is not known"
+    step = _token_count(recipe.engine.options.get("max-num-batched-tokens"))
+    if step is None:
+        largest = max((gpu.memory for gpu in gpus), default=0) >> 30
         step = 16384 if largest >= 160 else 8192 if largest >= 70 else 2048
     buffer = buffer_rows(step) * row
-    device, host = ((1 + RING) * buffer, RING * buffer) if machine.gpus else (0, buffer)
-    return CaptureMemory(step, device, host, recipe.engine.concurrency * recipe.data.max_length * row)
+    device, host = ((1 + RING) * buffer, RING * buffer) if gpus else (0, buffer)
+    return CaptureMemory(counted_for, step, device, host, recipe.engine.concurrency * recipe.data.max_length * row)
+
+
+_USUAL_GPU = Gpu("GPU", 80 << 30)
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def _token_count(value: Any) -> int | None:
+    """A count as vLLM reads it: 8192, "8192", "8k" (thousands), "8K" (of 1,024)."""
+    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG]?)", str(value).strip())
+    return None if number is None else int(float(number[1]) * _UNITS.get(number[2], 1))
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,7 @@ def engine_facts(
     """Adds to `problems` what keeps the engine from working."""
     if recipe.engine.kind == "hf":
         return EngineFacts("hf", None, [], {}, None, None, None)
-    from eyas.engine.vllm_server import Installed, installed_vllm, launch_environment, launch_line
+    from eyas.engine.vllm_server import Installed, given_servers, installed_vllm, launch_environment, launch_line
     from eyas.target.vllm_support import vllm_support
 
     given = [httpx.URL(url) for url in recipe.engine.urls]
@@ -85,6 +103,10 @@ def engine_facts(
     environment = launch_environment(target, vllm, capture=True)
     memory = capture_memory(recipe, target, drafter, machine)
     if given:
+        try:
+            given_servers(recipe.engine)
+        except InputError as e:
+            problems.append(Problem(e.message, e.fix or "correct engine.api_key_file"))
         return EngineFacts("vllm", None, launch, environment, None, None, memory)
     package = None if recipe.engine.python is None else _package_of(recipe.engine.python)
     support = vllm_support(target.architecture, package, version)

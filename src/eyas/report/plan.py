@@ -116,12 +116,18 @@ def build_plan(recipe: Recipe, target: TargetInfo | None = None) -> Plan:
     notes = list(target.notes)
     if (short := device_shortage(recipe.engine, machine)) is not None:  # the plan may be for another machine
         notes.append(f"{short.message}; `eyas run` here would stop before it starts the engine")
-    if engine.capture_memory is not None and (most := engine.capture_memory.in_flight) > machine.memory // 2:
+    captured = None if recipe.engine.urls else engine.capture_memory  # a given server's memory is not known
+    if captured is not None and (most := captured.in_flight) > machine.memory // 2:
         fitting = max(1, recipe.engine.concurrency * machine.memory // 2 // most)
         notes.append(
             f"if all {recipe.engine.concurrency} requests in flight reach data.max_length, their states take "
             f"{size(most)} of host memory; capture stops at half of this machine's ({size(machine.memory // 2)}): with "
             f"engine.concurrency {fitting} they always fit"
+        )
+    if recipe.engine.urls and "VLLM_CPU_KVCACHE_SPACE" in engine.environment:
+        notes.append(
+            "the launch line is for the vLLM that is installed here, which computes on the CPU; for a server with "
+            "GPUs leave out --enforce-eager and the VLLM_CPU variables, and name its python"
         )
     return Plan(target, drafter, engine, machine, data, states, memory, one, kept, times, problems, notes)
 

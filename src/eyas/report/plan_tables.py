@@ -76,7 +76,8 @@ def _engine_rows(plan: "Plan") -> list[tuple[str, str]]:
         rows.append(
             (
                 "capture memory",
-                f"{device} (steps of {m.step_tokens:,} tokens); rows in flight: {size(m.in_flight)} at most",
+                f"{device} (steps of {m.step_tokens:,} tokens); rows in flight: {size(m.in_flight)} at most"
+                + ("" if m.counted_for is None else f"; counted for {m.counted_for}"),
             )
         )
     return rows
