@@ -215,7 +215,7 @@ def test_tiny_is_ok_and_prints(tmp_path: Path) -> None:
     assert plan.data.samples == 100
     text = io.StringIO()
     print_plan(plan, Console(file=text, width=100))
-    for part in ("LlamaForCausalLM", "model.embed_tokens.weight", "--max-model-len 512", "plan: ok", "384 (bf16)"):
+    for part in ("LlamaForCausalLM", "model.embed_tokens.weight", "--max-model-len 520", "plan: ok", "384 (bf16)"):
         assert part in text.getvalue()
 
 
@@ -223,7 +223,7 @@ def test_tiny_is_ok_and_prints(tmp_path: Path) -> None:
     ("override", "message", "fix"),
     [
         ("draft.vocab_size=1000", "draft.vocab_size is 1,000, but the target has only 320 tokens", "at most 320"),
-        ("draft.aux_layers=[1,9]", "draft.aux_layers: [1, 9] does not fit a target of 3 layers", "set draft.aux_layers"),
+        ("draft.aux_layers=[1,9]", "draft.aux_layers: [1, 9] does not fit a target of 3", "set draft.aux_layers"),
         ("draft.aux_layers=[2,1]", "does not fit a target of 3 layers", "set draft.aux_layers"),
         ("draft.aux_layers=null", "the default [2, 1, 0] does not fit", "set draft.aux_layers"),
         ("data.max_length=4096", "data.max_length is 4,096, but the target ends at position 2,048", "at most 2048"),

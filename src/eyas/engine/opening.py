@@ -12,6 +12,11 @@ MARGIN = 8
 """tokens of context beyond the longest sample: a prefill of a whole kept sample still makes one token"""
 
 
+def longest_context(recipe: Recipe, target: TargetInfo) -> int:
+    """Positions that a server which captures for this recipe must have."""
+    return min(target.max_position_embeddings, recipe.data.max_length + MARGIN)
+
+
 def open_engine(
     recipe: Recipe, target: TargetInfo, run: RunDir, layers: list[int], progress: Progress
 ) -> AbstractContextManager[Engine]:
@@ -28,6 +33,6 @@ def open_engine(
         layers,
         run.states,
         log_file=run.logs / "harvest-server.log",
-        max_model_len=min(target.max_position_embeddings, recipe.data.max_length + MARGIN),
+        max_model_len=longest_context(recipe, target),
         progress_say=progress.say,
     )

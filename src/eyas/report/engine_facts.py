@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from eyas.engine.capture_sizes import RING, buffer_rows
+from eyas.engine.opening import longest_context
 from eyas.engine.vllm_versions import NEWEST_VERSION
 from eyas.errors import InputError
 from eyas.recipe import Recipe
@@ -96,7 +97,7 @@ def engine_facts(
         target,
         vllm,
         port=(given[0].port if given else None) or 8000,
-        max_model_len=recipe.data.max_length,
+        max_model_len=longest_context(recipe, target),
         layers=[*drafter.aux_layers, target.num_hidden_layers],
         states_dir=run.states,
     )
