@@ -470,6 +470,31 @@ def test_settings_that_cannot_work_touch_nothing(trainings: Trainings) -> None:
     assert run.records() == records
 
 
+def test_what_changed_is_named(trainings: Trainings, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainings.run
+    trainings.again(lr=0.5, epochs=3, clip=2.0, noise=0.1)
+    told = "(train.epochs: 10, now 3; train.lr: 0.0, now 0.5; train.clip: 1.0, now 2.0; 1 more)"
+    assert f"train: inputs changed {told}, made again" in capsys.readouterr().err
+
+    draft = run.recipe.draft.model_copy(update={"aux_layers": [1, 2, 3]})
+    other = replace(run, recipe=run.recipe.model_copy(update={"draft": draft}))
+    named = r"train needs stage harvest, which had other inputs \(layers: \[2, 15, 27, 30\], now \[1, 2, 3, 30\]\) in "
+    with pytest.raises(InputError, match=named) as e:
+        run_stages(other, "train", "train")
+    assert (e.value.fix or "").endswith("for everything, or set the inputs back")
+
+    (run.dir.root.parent / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good morning"}\n')
+    with pytest.raises(InputError, match=r"stage prepare, which had other inputs \(prompts changed\) in "):
+        run_stages(run, "train", "train")
+    run_stages(run, "prepare", "prepare")
+    with pytest.raises(InputError, match=r"harvest, which had other inputs \(an earlier stage was made again\) in "):
+        run_stages(run, "train", "train")
+    for name, record in run.dir.records().items():  # as before records said what a stage was made from
+        run.dir.write_record(name, replace(record, made_from={}))
+    with pytest.raises(InputError, match=r"stage harvest, which had other inputs in "):
+        run_stages(other, "train", "train")
+
+
 def test_checkpoints_whose_record_is_lost_stay(trainings: Trainings) -> None:
     trainings.run.dir.run_json.unlink()
     trainings.again("prepare", lr=0.0)

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from eyas.changes import by_key, changes
 from eyas.data.inputs import prompts_fingerprint
 from eyas.data.parts import harvest_files
 from eyas.draft.sizes import aux_layers
@@ -50,6 +51,7 @@ class Run:
 @dataclass(frozen=True)
 class Stage:
     """`made_from`: everything that decides the stage's result, as JSON; earlier stages enter by their fingerprint.
+    `parts` names what it is, where it is no dictionary.
 
     `outputs` are deleted when its inputs changed, and before a stage that cannot continue with them begins again: so
     what lies there is never an earlier attempt's. They are quickly made again; what takes hours is not among them.
@@ -70,6 +72,7 @@ class Stage:
     """raises InputError for what cannot work, before anything of an earlier attempt is touched"""
     change_over: Callable[[Run, str | None, str], None] = lambda run, was, now: None
     """from the results of the inputs with the first fingerprint to those with the second"""
+    parts: tuple[str, ...] = ()
 
 
 def run_stages(run: Run, first: str, last: str) -> dict[str, StageRecord]:
@@ -83,12 +86,12 @@ def run_stages(run: Run, first: str, last: str) -> dict[str, StageRecord]:
         if run.dir.mend_proofs():
             run.progress.say(f"{run.dir.proofs_json.name}: written again from {run.dir.run_json.name}")
         stale = _stale(run, first, last)
-        _check_devices(run, [stage.name for stage, _, _ in stale if stage.engine])
+        _check_devices(run, [due.stage.name for due in stale if due.stage.engine])
         try:
-            for stage, made_of, lost in stale:
-                for path in lost:  # so that nothing continues with it
+            for due in stale:
+                for path in due.lost:  # so that nothing continues with it
                     path.unlink(missing_ok=True)
-                _run_one(run, stage, made_of)
+                _run_one(run, due.stage, due.made_of, due.made_from)
         finally:
             if stale:
                 write_report(run.dir, run.recipe)
@@ -103,13 +106,24 @@ def _check_devices(run: Run, stages: list[str]) -> None:
         raise InputError(f"{short.message} for {' and '.join(stages)}", fix=short.fix)
 
 
-def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str, list[Path]]]:
-    """The stages to run, each with the fingerprint of what it is made from, and its files that are lost."""
-    found: list[tuple[Stage, str, list[Path]]] = []
+@dataclass(frozen=True)
+class Due:
+    """A stage to run, with the fingerprint of what it is made from, that by key, and its files that are lost."""
+
+    stage: Stage
+    made_of: str
+    made_from: dict[str, Any]
+    lost: list[Path]
+
+
+def _stale(run: Run, first: str, last: str) -> list[Due]:
+    found: list[Due] = []
     before: dict[str, str] = {}
     begin = STAGE_NAMES.index(first)
     for i, stage in enumerate(STAGES[: STAGE_NAMES.index(last) + 1]):
-        made_of = fingerprint({"stage": stage.made_from(run), "after": before})
+        made_from = stage.made_from(run)
+        made_of = fingerprint({"stage": made_from, "after": before})
+        keys = by_key(made_from, stage.parts)
         before[stage.name] = made_of
         record = run.dir.record(stage.name)
         unchanged = record is not None and record.status == "done" and record.fingerprint == made_of
@@ -121,34 +135,39 @@ def _stale(run: Run, first: str, last: str) -> list[tuple["Stage", str, list[Pat
         if done and i >= begin:
             run.progress.say(f"{stage.name}: unchanged, skipped")
         elif not done and i < begin:
-            never = record is None or record.status != "done"
-            why = "has not been run" if never else f"lost {lost[0].name}" if lost else "had other inputs"
+            back = ""
+            if record is None or record.status != "done":
+                why = "has not been run"
+            elif lost:
+                why = f"lost {lost[0].name}"
+            else:
+                why, back = f"had other inputs{changes(record.made_from, keys)}", ", or set the inputs back"
             raise InputError(
                 f"stage {first} needs stage {stage.name}, which {why} in {run.dir.root}",
-                fix=f"run `eyas {stage.name} RECIPE` first, or `eyas run RECIPE` for everything",
+                fix=f"run `eyas {stage.name} RECIPE` first, or `eyas run RECIPE` for everything{back}",
             )
         elif not done:
             if lost:
                 more = f" and {len(lost) - 1:,} more are" if len(lost) > 1 else " is"
                 where = lost[0].relative_to(run.dir.root)
                 run.progress.say(f"{stage.name}: {where}{more} missing or damaged, made again")
-            found.append((stage, made_of, lost))
+            found.append(Due(stage, made_of, keys, lost))
     return found
 
 
-def _run_one(run: Run, stage: Stage, made_of: str) -> None:
+def _run_one(run: Run, stage: Stage, made_of: str, made_from: dict[str, Any] | None = None) -> None:
     before = run.dir.record(stage.name)
     changed = before is None or before.fingerprint != made_of
     stage.check(run)
     if before is not None and changed:
-        run.progress.say(f"{stage.name}: inputs changed, made again")
+        run.progress.say(f"{stage.name}: inputs changed{changes(before.made_from, made_from or {})}, made again")
         _keep_previous(run.dir, stage.name)
     if changed or not stage.resumes:
         for path in stage.outputs(run.dir):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     stage.change_over(run, None if before is None else before.fingerprint, made_of)
     earlier = 0.0 if before is None or changed or before.status == "done" else before.seconds
-    record = StageRecord(made_of, "running", earlier, versions=_versions())
+    record = StageRecord(made_of, "running", earlier, versions=_versions(), made_from=made_from or {})
     products = Products(run.dir.root, stage.name)
     products.forget()
     run.dir.write_record(stage.name, record)
@@ -353,6 +372,7 @@ STAGES = (
         _vocab,
         lambda d: [d.vocab],
         lambda d: [d.vocab / "vocab.safetensors", d.vocab / "vocab.json"],
+        parts=("draft.vocab_size",),
     ),
     Stage(
         "train",
@@ -360,6 +380,7 @@ STAGES = (
         _train,
         lambda d: [],
         lambda d: _with_all([d.train / "final" / "model.safetensors"], d.train / "final"),
+        parts=("draft", "train"),
         resumes=True,
         check=_check_train,
         change_over=_change_training,
@@ -370,6 +391,7 @@ STAGES = (
         _export,
         lambda d: [d.drafter],
         lambda d: _with_all([d.drafter / "vllm" / "model.safetensors", d.drafter / "vllm" / "config.json"], d.drafter),
+        parts=("export", "engine.dtype"),
     ),
     Stage(
         "verify",
@@ -377,6 +399,7 @@ STAGES = (
         _verify,
         lambda d: [d.verify_json, d.report_html],
         lambda d: [d.verify_json],
+        parts=("verify", "engine"),
         engine=True,
     ),
 )

@@ -39,6 +39,8 @@ class StageRecord:
     counts: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     proofs: list[Proof] = field(default_factory=list)
+    made_from: dict[str, Any] = field(default_factory=dict)
+    """what the fingerprint is of, by key, so that a change can be named; "#..." stands for what is too long"""
 
 
 @dataclass(frozen=True)
