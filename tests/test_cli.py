@@ -113,6 +113,24 @@ def test_a_failed_proof_is_printed_once(tmp_path: Path, smollm2: Path, monkeypat
     assert found["run_dir"] == str(tmp_path / "run")
 
 
+def test_proofs_of_stages_that_were_not_asked_for_are_not_told(
+    tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def harvested(run: Run, first: str, last: str) -> None:
+        mine, stale = Proof("mine", True, "1", "1"), Proof("stale", True, "2", "2")
+        run.dir.write_proofs([mine, stale])
+        run.dir.write_record("harvest", StageRecord("f", "done", proofs=[mine]))
+        run.dir.write_record("verify", StageRecord("f", "done", proofs=[stale]))
+
+    monkeypatch.setattr("eyas.pipeline.run_stages", harvested)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "good day"}\n')
+    path = recipe(tmp_path, smollm2)
+    for through, expected in (("vocab", ["mine"]), ("verify", ["mine", "stale"])):
+        result = invoke("run", path, "--through", through, "--json")
+        assert [p["name"] for p in json.loads(result.stdout)["proofs"]] == expected
+        assert [name for name in ("mine", "stale") if f"proof ok     {name}" in result.stderr] == expected
+
+
 def test_an_interruption_as_json(tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -20,7 +20,7 @@ from eyas.errors import EyasError, InputError, ProofError, disk_error
 if TYPE_CHECKING:
     from eyas.pipeline import Run
     from eyas.recipe import Recipe
-    from eyas.rundir import RunDir
+    from eyas.rundir import Proof, RunDir
 
 INTERRUPTED = 130
 A_FAULT = "this is a fault of eyas; please report it with the traceback above"
@@ -307,21 +307,30 @@ def _stages(
     try:
         run_stages(this, first, last)
     except ProofError:
-        _say_proofs(this, failed=False)  # the error says what failed
+        _say_proofs(this, last, failed=False)  # the error says what failed
         raise
     finally:
         with suppress(EyasError, OSError, ValueError):  # a damaged file is not to hide the error
             told |= _facts(this.dir, last)
-    _say_proofs(this, failed=True)
+    _say_proofs(this, last, failed=True)
     if not as_json:
         _summary(this.dir, told["verify"])
 
 
-def _say_proofs(this: "Run", *, failed: bool) -> None:
-    for proof in this.dir.proofs():
+def _say_proofs(this: "Run", last: str, *, failed: bool) -> None:
+    for proof in _proofs_through(this.dir, last):
         if proof.ok or failed:
             word = "ok    " if proof.ok else "FAILED"
             this.progress.say(f"proof {word} {proof.name}: {proof.found} (expected: {proof.expected})")
+
+
+def _proofs_through(run: "RunDir", last: str) -> list["Proof"]:
+    """Not those of later stages: what they prove may be of other inputs."""
+    from eyas.pipeline import STAGE_NAMES
+
+    records, later = run.records(), STAGE_NAMES[STAGE_NAMES.index(last) + 1 :]
+    theirs = [proof for name in later if name in records for proof in records[name].proofs]
+    return [proof for proof in run.proofs() if proof not in theirs]
 
 
 def _facts(run: "RunDir", last: str) -> dict[str, Any]:
@@ -333,7 +342,7 @@ def _facts(run: "RunDir", last: str) -> dict[str, Any]:
         "run_dir": str(run.root),
         "stages": {name: asdict(r) for name, r in run.records().items() if name in wanted},
         "verify": read_json(run.verify_json) if last == "verify" and run.verify_json.exists() else None,
-        "proofs": [asdict(p) for p in run.proofs()],
+        "proofs": [asdict(p) for p in _proofs_through(run, last)],
     }
 
 
