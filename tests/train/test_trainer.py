@@ -24,6 +24,7 @@ from eyas.states.store import HarvestStore
 from eyas.target.info import TargetInfo
 from eyas.train import checkpoints, loop
 from eyas.train.packing import rows_of
+from eyas.train.previous import change_over
 from eyas.train.trainer import train
 
 from . import killed
@@ -229,6 +230,23 @@ def test_a_resume_with_other_inputs_is_refused(fresh, change):
         target = tiny_target(run.root / "target", fingerprint="other")
     with pytest.raises(InputError, match=f"other inputs: .*{change}.* changed"):
         go((run, target), **settings)
+
+
+def test_a_training_that_was_set_aside_continues_where_it_was(fresh):
+    run, _ = fresh
+    stop = iter([False] * 5 + [True] * 9)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_recipe(run.root), fresh[1], run, Progress(quiet=True), lambda: next(stop))
+    steps = len(entries(run))
+    said: list[str] = []
+    change_over(run, "a", "b", said.append)
+    assert not run.train.exists()
+    go(fresh, epochs=1, lr=1e-2)
+    change_over(run, "b", "a", said.append)
+    assert len(entries(run)) == steps < 12
+    assert go(fresh)["steps"] == 12
+    assert [e["step"] for e in entries(run)] == list(range(1, 13))
+    assert [line.split(" (")[0] for line in said[:2]] == ["train: the training of the earlier inputs"] * 2
 
 
 def test_accumulated_batches_are_the_step_of_one_batch_that_holds_all(fresh):
