@@ -1,5 +1,6 @@
 """The asynchronous client against a tiny HTTP server on loopback."""
 
+import gc
 import json
 import threading
 import time
@@ -358,6 +359,22 @@ def test_a_shard_that_could_not_be_written_is_an_error(fake: Fake, tmp_path: Pat
     (tmp_path / "s.safetensors.error").write_text("disk full")
     with pytest.raises(EngineError, match="disk full"):
         list(ask([fake.url], asked(1), capture=True))
+
+
+def test_shards_that_are_awaited_when_another_one_fails_are_forgotten(
+    fake: Fake, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python complains on stderr of tasks that nobody ended."""
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        return with_shard(tmp_path / f"{body['prompt'][-1]}.safetensors")(body)
+
+    fake.answer = answer
+    (tmp_path / "3.safetensors.error").write_text("disk full")
+    with pytest.raises(EngineError, match="disk full"):
+        list(ask([fake.url], asked(4), concurrency=1, capture=True))
+    gc.collect()
+    assert not caplog.records
 
 
 def test_a_shard_that_never_comes_is_an_error(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

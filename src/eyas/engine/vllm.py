@@ -178,6 +178,7 @@ class _Run:
         except BaseException as e:  # noqa: BLE001 - raised again in the caller's thread
             end = _first(e)
         finally:
+            self._loop.run_until_complete(self._forget_shards())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
             self._out.put(end)
@@ -210,6 +211,12 @@ class _Run:
                     for _ in range(self._concurrency):
                         work.create_task(self._work(work))
                 watch.cancel()
+
+    async def _forget_shards(self) -> None:
+        """Those that are still awaited when the run ends early."""
+        for task in self._shards.values():
+            task.cancel()
+        await asyncio.gather(*self._shards.values(), return_exceptions=True)
 
     async def _watch(self) -> None:
         while True:
