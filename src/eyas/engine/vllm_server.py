@@ -202,7 +202,8 @@ def given_servers(engine: EnginePart) -> list[GivenServer]:
         try:
             key = Path(engine.api_key_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"engine.api_key_file: {engine.api_key_file}: {first_line(e)}", fix=fix) from None
+            why = getattr(e, "strerror", None) or first_line(e)
+            raise InputError(f"engine.api_key_file: {engine.api_key_file} cannot be read: {why}", fix=fix) from None
         if not re.fullmatch(r"[!-~]+", key):
             raise InputError(
                 f"engine.api_key_file: {engine.api_key_file} holds no key: expected one word of ASCII characters, "
