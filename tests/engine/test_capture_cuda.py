@@ -7,54 +7,61 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.engine.capture_arena import Arena
-from eyas.engine.capture_copy import RingCopy
-from eyas.engine.capture_plugin import Tap
+from eyas.engine.capture_copy import DeviceCopy
+from eyas.engine.capture_process import FilingProcess
+from eyas.engine.capture_ring import Layout, Ring, bad_extremes
 from eyas.engine.capture_sizes import RING
-from eyas.engine.capture_worker import Books, Filer, Finished, Scheduled
+from eyas.engine.capture_steps import Books, Finished, Scheduled
 from eyas.states.shard import Shard
+
+from .fake_tap import FakeTap
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-def some_tap(tokens: int, layers: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> Tap:
-    tap = Tap.__new__(Tap)  # without a vLLM configuration
-    tap.layers = tuple(range(1, layers + 1))
-    tap.rows = torch.zeros(tokens, layers, hidden, dtype=dtype, device="cuda")
-    tap.positions = torch.full((tokens,), -1, dtype=torch.int64, device="cuda")
-    tap.tokens = torch.full((tokens,), -1, dtype=torch.int64, device="cuda")
-    tap.staging = [torch.empty_like(tap.rows) for _ in range(RING)]
-    return tap
+def some_tap(tokens: int, layers: int, hidden: int) -> FakeTap:
+    return FakeTap(torch.zeros(tokens, layers, hidden, dtype=torch.bfloat16, device="cuda"))
+
+
+def ring_of(tap: FakeTap) -> Ring:
+    rows, layers, hidden = tap.rows.shape
+    return Ring(Layout(rows, layers, hidden, "BF16"))
+
+
+def states_in(ring: Ring, slot: int, count: int) -> torch.Tensor:
+    return torch.from_numpy(ring.states(slot, count)).view(torch.bfloat16)
 
 
 def test_no_row_is_lost_or_overwritten_while_the_host_lags_behind() -> None:
     tap = some_tap(512, 4, 576)
-    ring = RingCopy(tap)
+    ring = ring_of(tap)
+    device_copy = DeviceCopy(tap, ring)
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(1, 513, (60,), generator=generator).tolist()
-    waiting = []
+    waiting: list[tuple[int, torch.cuda.Event]] = []
+
+    def check(step: int, event: torch.cuda.Event) -> None:
+        event.synchronize()
+        count, slot = counts[step], step % RING
+        states = states_in(ring, slot, count)
+        assert (states[:, :, 1:] == 0.5 + step).all(), step
+        assert (states[:, 0, 0].float() == torch.arange(count).bfloat16().float()).all()
+        positions, tokens, slots = ring.numbers(slot, count)
+        assert positions.tolist() == list(range(step, step + count))
+        assert (tokens == 1000 + step).all()
+        assert slots.tolist() == [3 * i + step for i in range(count)]
+
     for step, count in enumerate(counts):
+        if len(waiting) == RING:  # the host looks as late as it may
+            check(*waiting.pop(0))
         tap.rows[:count].fill_(0.5 + step)  # what the next step's forward pass does to the buffer
         tap.rows[:count, :, 0] = torch.arange(count, device="cuda", dtype=torch.bfloat16)[:, None]
-        tap.positions[:count] = torch.arange(count, device="cuda") + step
-        tap.tokens[:count] = 1000 + step
-        slots = torch.arange(count, device="cuda", dtype=torch.int64) * 3 + step
-        waiting.append((step, count, ring.take(count, slots)))
-        if len(waiting) == RING:  # the host looks as late as it may
-            check_step(*waiting.pop(0))
+        tap.numbers[0, :count] = torch.arange(count, device="cuda") + step
+        tap.numbers[1, :count] = 1000 + step
+        kv_slots = torch.arange(count, device="cuda", dtype=torch.int64) * 3 + step
+        waiting.append((step, device_copy.copy(step % RING, count, kv_slots)))
     for entry in waiting:
-        check_step(*entry)
-
-
-def check_step(step: int, count: int, copied: object) -> None:
-    copied.wait()  # type: ignore[attr-defined]
-    assert copied.rows.shape[0] == count  # type: ignore[attr-defined]
-    assert (copied.rows[:, :, 1:] == 0.5 + step).all(), step  # type: ignore[attr-defined]
-    assert (copied.rows[:, 0, 0].float() == torch.arange(count).bfloat16().float()).all()  # type: ignore[attr-defined]
-    assert copied.positions.tolist() == list(range(step, step + count))  # type: ignore[attr-defined]
-    assert (copied.tokens == 1000 + step).all()  # type: ignore[attr-defined]
-    assert copied.slots.tolist() == [3 * i + step for i in range(count)]  # type: ignore[attr-defined]
-    copied.done()  # type: ignore[attr-defined]
+        check(*entry)
 
 
 def test_bad_rows_are_told_on_the_device() -> None:
@@ -64,15 +71,16 @@ def test_bad_rows_are_told_on_the_device() -> None:
     tap.rows[2, 0, 3] = -torch.inf
     tap.rows[3, 1] = 0
     tap.rows[4, 1] = -2.5
-    copied = RingCopy(tap).take(8, None)
-    copied.wait()
-    assert copied.bad().tolist() == [False, True, True, True, True, False, False, False]
-    assert copied.slots is None
+    ring = ring_of(tap)
+    DeviceCopy(tap, ring).copy(1, 8, None).synchronize()
+    smallest, largest = ring.extremes(1, 8)
+    assert bad_extremes(smallest, largest, "BF16").tolist() == [False, True, True, True, True, False, False, False]
 
 
 def test_a_cuda_graph_refreshes_the_buffer_at_every_replay() -> None:
     tap = some_tap(64, 2, 128)
-    ring = RingCopy(tap)
+    ring = ring_of(tap)
+    device_copy = DeviceCopy(tap, ring)
     x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
     positions, ids = torch.arange(32, device="cuda"), torch.arange(32, device="cuda", dtype=torch.int32)
     tap.keep([x, x + 1], positions, ids)
@@ -85,14 +93,13 @@ def test_a_cuda_graph_refreshes_the_buffer_at_every_replay() -> None:
         ids.add_(2)
         want = torch.stack([x * 2, x * 2 + 1], dim=1).cpu()
         graph.replay()
-        copied = ring.take(32, None)
+        event = device_copy.copy(i % RING, 32, None)
         graph.replay()
         x.zero_()
-        copied.wait()
-        assert torch.equal(copied.rows, want)
-        assert copied.positions.tolist() == list(range(i + 1, i + 33))
-        assert copied.tokens.tolist() == list(range(2 * i + 2, 2 * i + 34))
-        copied.done()
+        event.synchronize()
+        assert torch.equal(states_in(ring, i % RING, 32), want)
+        assert ring.numbers(i % RING, 32)[0].tolist() == list(range(i + 1, i + 33))
+        assert ring.numbers(i % RING, 32)[1].tolist() == list(range(2 * i + 2, 2 * i + 34))
 
 
 @pytest.mark.parametrize(("hidden", "milliseconds"), [(576, 4.0), (7168, 12.0)])
@@ -102,7 +109,7 @@ def test_steps_of_256_rows_reach_shards_without_slowing_the_device(
     """A pretended decode of 256 requests whose steps take `milliseconds`; every row of every sample is looked at."""
     requests, steps, layers = 256, 64, 4
     tap = some_tap(512, layers, hidden)
-    ring, filer = RingCopy(tap), Filer(Arena(layers, hidden, torch.bfloat16, 8 << 30), tap.layers)
+    filing = FilingProcess(tap, block_size=64, arena_bytes=8 << 30)
     cycles = int(milliseconds * 1.7e6)
     base = torch.randn(requests, layers, hidden, device="cuda", dtype=torch.bfloat16)
     slots = torch.arange(requests, device="cuda") * 64
@@ -113,14 +120,14 @@ def test_steps_of_256_rows_reach_shards_without_slowing_the_device(
         for i in range(steps):
             torch.cuda._sleep(cycles)
             tap.rows[:requests].copy_(base + i)
-            tap.positions[:requests] = i
-            tap.tokens[:requests] = i + 7
+            tap.numbers[0, :requests] = i
+            tap.numbers[1, :requests] = i + 7
             if capture:
-                copied = ring.take(requests, slots + i)
                 scheduled = Scheduled()
                 for j in range(requests):
                     scheduled.add(f"r{j}", i, 1, 0, [j])
-                filer.step(scheduled, None, 64, copied)
+                filing.hand_over()
+                filing.step(scheduled, None, slots + i, requests)
             torch.cuda.current_stream().synchronize()
         return time.perf_counter() - start
 
@@ -129,8 +136,8 @@ def test_steps_of_256_rows_reach_shards_without_slowing_the_device(
     tokens = np.arange(7, 7 + steps + 1, dtype=np.int32)
     paths = [str(tmp_path / f"{k}.safetensors") for k in range(4)]
     begin = time.perf_counter()
-    filer.books(Books(finished=[Finished(f"r{j}", tokens, 1, paths[j % 4]) for j in range(requests)], closed=paths))
-    filer.stop()
+    filing.books(Books(finished=[Finished(f"r{j}", tokens, 1, paths[j % 4]) for j in range(requests)], closed=paths))
+    filing.stop()
     written = time.perf_counter() - begin
     size = sum(Path(p).stat().st_size for p in paths) / 1e6
     with capsys.disabled():

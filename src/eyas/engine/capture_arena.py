@@ -1,6 +1,6 @@
 """Host memory of rows that are being captured: one paged arena, written with one indexed copy a step.
 
-Pure numpy and torch; loaded inside vLLM's worker process by eyas.engine.capture_connector.
+Loaded inside the filing process; standard library and numpy alone, states as unsigned integers of their width.
 Shapes: a row is one token's states [layers, hidden]; N rows of a step; R rows of the arena.
 """
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from eyas.engine.capture_ring import FLOATS, Bits, Ints
 
 PAGE = 64
 """rows of a page"""
@@ -20,35 +21,6 @@ _NORESERVE = 0x4000  # MAP_NORESERVE on Linux: address space now, memory when fi
 _UNSEEN, _GOOD, _BAD = 0, 1, 2
 _COMPARED = 32
 """values of a row that are compared with the row before; the others only where these are equal"""
-
-Ints = npt.NDArray[np.int64]
-
-_FLOATS: dict[torch.dtype, tuple[type[np.unsignedinteger], int, int]] = {
-    torch.float32: (np.uint32, 0x7FFFFFFF, 0x7F800000),
-    torch.bfloat16: (np.uint16, 0x7FFF, 0x7F80),
-    torch.float16: (np.uint16, 0x7FFF, 0x7C00),
-}
-"""unsigned integer of the same width, mask of everything but the sign, bits of infinity"""
-
-
-def as_bits(x: torch.Tensor) -> npt.NDArray[np.unsignedinteger]:
-    """The same memory as unsigned integers (numpy has no bfloat16)."""
-    if x.dtype not in _FLOATS:
-        raise TypeError(
-            f"eyas capture: states of dtype {x.dtype} are not supported; expected {', '.join(map(str, _FLOATS))}"
-        )
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()]).numpy().view(_FLOATS[x.dtype][0])
-
-
-def bad_rows(rows: torch.Tensor) -> npt.NDArray[np.bool_]:
-    """[N] true where a layer of rows [N, layers, hidden] holds an infinity, NaN or one magnitude throughout (zero).
-
-    Magnitudes of IEEE floats compare as their bits do, so the largest and smallest bit pattern of a layer tell.
-    """
-    _, magnitude, infinity = _FLOATS[rows.dtype]
-    magnitudes = as_bits(rows) & magnitude
-    largest = magnitudes.max(axis=-1)
-    return ((largest == magnitudes.min(axis=-1)) | (largest >= infinity)).any(axis=-1)
 
 
 @dataclass(frozen=True)
@@ -69,16 +41,15 @@ class ArenaFull(RuntimeError):
 class Arena:
     """Rows by request and position. Not thread-safe but for `pieces` and `release`, which a writer thread may call."""
 
-    def __init__(self, layers: int, hidden: int, dtype: torch.dtype, limit_bytes: int) -> None:
-        row_bytes = layers * hidden * dtype.itemsize
+    def __init__(self, layers: int, hidden: int, dtype: str, limit_bytes: int) -> None:
+        unsigned = np.dtype(FLOATS[dtype].unsigned)
+        row_bytes = layers * hidden * unsigned.itemsize
         self.capacity = max(limit_bytes // row_bytes // PAGE, 2) * PAGE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         self._memory = mmap.mmap(-1, self.capacity * row_bytes, flags=flags)
         with contextlib.suppress(OSError):  # fewer page faults on the first write: 9 ms instead of 30 for 512 wide rows
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-        flat = torch.frombuffer(self._memory, dtype=dtype)
-        self.rows = flat.view(self.capacity, layers, hidden)
-        self._bits = as_bits(flat).reshape(self.capacity, layers * hidden)
+        self._rows: Bits = np.frombuffer(self._memory, unsigned).reshape(self.capacity, layers * hidden)
         self._seen = np.zeros(self.capacity, dtype=np.uint8)
         self._tokens = np.zeros(self.capacity, dtype=np.int64)
         """what each row consumed; -1 unknown"""
@@ -101,7 +72,7 @@ class Arena:
         owner: Ints,
         positions: Ints,
         tokens: Ints,
-        rows: torch.Tensor,
+        rows: Bits,
         bad: npt.NDArray[np.bool_],
     ) -> None:
         """Files rows [N, layers, hidden]: row i is of requests[owner[i]], lies at positions[i], consumed tokens[i].
@@ -119,7 +90,7 @@ class Arena:
         for i in np.flatnonzero(needed > self._pages[lines]):
             self._grow(int(lines[i]), int(needed[i]))
         at = self._table[line, positions // PAGE] * PAGE + positions % PAGE
-        self._bits[at] = as_bits(rows).reshape(len(owner), -1)
+        self._rows[at] = rows.reshape(len(owner), -1)
         self._seen[at] = np.where(bad, _BAD, _GOOD)
         self._tokens[at] = tokens
 
@@ -134,7 +105,7 @@ class Arena:
         self.release(pages[keep:])  # asynchronous scheduling runs past the end
         at = (np.array(pages[:keep], dtype=np.int64)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[:rows]
         seen = self._seen[at]
-        self._bits[at[seen == _UNSEEN]] = 0
+        self._rows[at[seen == _UNSEEN]] = 0
         consumed = self._tokens[at]
         wrong = (seen == _UNSEEN) | ((consumed != tokens) & (consumed >= 0)) | self._repeated(at, tokens)
         return Taken(pages[:keep], rows, int(wrong.sum()), int((seen == _BAD).sum()))
@@ -142,9 +113,9 @@ class Arena:
     def _repeated(self, at: Ints, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Rows that equal the row before them bit for bit, though their tokens differ."""
         found = np.zeros(len(at), dtype=np.bool_)
-        start = self._bits[at, :_COMPARED]
+        start = self._rows[at, :_COMPARED]
         suspect = np.flatnonzero((start[1:] == start[:-1]).all(axis=-1) & (tokens[1:] != tokens[:-1])) + 1
-        found[suspect] = (self._bits[at[suspect]] == self._bits[at[suspect - 1]]).all(axis=-1)
+        found[suspect] = (self._rows[at[suspect]] == self._rows[at[suspect - 1]]).all(axis=-1)
         return found
 
     def drop(self, request: str) -> None:
@@ -154,8 +125,8 @@ class Arena:
             self._forget(request)
             self.release(pages)
 
-    def pieces(self, taken: Taken) -> list[torch.Tensor]:
-        """The sample's rows, in order, as views of whole runs of neighbouring pages."""
+    def pieces(self, taken: Taken) -> list[Bits]:
+        """The sample's rows [.., layers * hidden], in order, as views of whole runs of neighbouring pages."""
         runs: list[list[int]] = []
         for page in taken.pages:
             if runs and runs[-1][1] == page:
@@ -164,7 +135,7 @@ class Arena:
                 runs.append([page, page + 1])
         pieces, left = [], taken.rows
         for a, b in runs:
-            pieces.append(self.rows[a * PAGE : min(b * PAGE, a * PAGE + left)])
+            pieces.append(self._rows[a * PAGE : min(b * PAGE, a * PAGE + left)])
             left -= (b - a) * PAGE
         return pieces
 

@@ -12,7 +12,8 @@ why. Finished samples wait for their shard in the arena (host memory; by default
 An aborted request leaves nothing; a stop string reaches the scheduler as an abort, so capturing requests use stop
 token ids. With n > 1 every answer is captured, but a reply has room for one entry: the shard's tokens tell whose. A
 capturing request does not read the prefix cache (cached rows are never computed); its blocks still serve others.
-Loaded inside vLLM's processes: imports only vLLM, torch, numpy and the capture_* modules beside it.
+Loaded inside vLLM's processes: imports only vLLM, torch, numpy and the capture_* modules beside it. Filing and writing
+are done by a process of their own (eyas.engine.capture_filer).
 """
 
 import os
@@ -33,9 +34,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from eyas.engine import capture_plugin, vllm_versions
-from eyas.engine.capture_arena import Arena, default_limit
-from eyas.engine.capture_copy import copier
-from eyas.engine.capture_worker import Books, Filer, Finished, Scheduled
+from eyas.engine.capture_arena import default_limit
+from eyas.engine.capture_process import FilingProcess
+from eyas.engine.capture_steps import Books, Finished, Scheduled
 
 EXTRA_KEYS = {"dir", "shard_mb", "shard_s", "arena_gb"}
 
@@ -222,10 +223,8 @@ class _Worker:
         tap = capture_plugin.tap()
         gigabytes = extra.get("arena_gb")
         limit = default_limit() if gigabytes is None else int(float(gigabytes) * 2**30)
-        _, layers, hidden = tap.rows.shape
-        self._filer = Filer(Arena(layers, hidden, tap.rows.dtype, limit), tap.layers)
-        self._copier = copier(tap)
-        self._block_size, self._layer_name = block_size, layer_name
+        self._filing = FilingProcess(tap, block_size, limit)
+        self._layer_name = layer_name
         self._step: StepMetadata | None = None
         self._starts: dict[str, int] | None = None
         self._slots: torch.Tensor | None = None
@@ -233,8 +232,9 @@ class _Worker:
     def bind(self, step: StepMetadata) -> None:
         # at once, since a step without a forward pass may never reach `save`
         if step.books:
-            self._filer.books(step.books)
+            self._filing.books(step.books)
         self._step = step if step.scheduled.requests else None
+        self._filing.hand_over(wait=self._step is None)  # no later step may come
         self._starts = self._slots = None
 
     def locate(self, forward_context: Any, hook: dict[str, Any]) -> None:
@@ -255,10 +255,11 @@ class _Worker:
                 "eyas capture: this vLLM's model runner names neither the requests nor the KV slots of its rows; "
                 "start it with VLLM_USE_V2_MODEL_RUNNER=0"
             )
-        self._filer.step(step.scheduled, self._starts, self._block_size, self._copier.take(step.total, self._slots))
+        starts = None if self._starts is None else [self._starts[name] for name in step.scheduled.requests]
+        self._filing.step(step.scheduled, starts, self._slots, step.total)
 
     def stop(self) -> None:
-        self._filer.stop()
+        self._filing.stop()
 
 
 def _refuse(vllm_config: Any) -> None:

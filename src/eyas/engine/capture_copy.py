@@ -1,112 +1,109 @@
-"""Copies a step's rows out of the static buffer before the next step overwrites it, and never waits for the device.
+"""Copies a step's rows out of the static buffer, into a slot of the ring, before the next step overwrites it.
 
-On a GPU: a device copy on the model's own stream (so that the buffer is free for the next step), then a copy to
-pinned memory on a side stream. The ring has a few slots; when the host cannot keep up, taking a slot blocks, which
-slows the engine and loses nothing. On a CPU a plain copy is all. Shapes: N rows of the step, L layers, H hidden.
+On a GPU: a device copy on the model's own stream (so that the buffer is free for the next step), then copies to pinned
+memory on a side stream; nothing waits for the device. On a CPU a plain copy is all.
+Shapes: N rows of the buffer, n of the step, L layers, H hidden.
 """
 
-import queue
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from eyas.engine.capture_arena import bad_rows
 from eyas.engine.capture_plugin import Tap
+from eyas.engine.capture_ring import NUMBERS, Ring
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-@dataclass(frozen=True)
-class Copied:
-    """Host views of one step, valid from the return of `wait` until `done`."""
-
-    rows: torch.Tensor
-    """[N, L, H]"""
-    positions: torch.Tensor
-    """[N] int64, -1 where the model has several position components"""
-    tokens: torch.Tensor
-    """[N] int64, the token that each row consumed; -1 where the model saw embeddings alone"""
-    slots: torch.Tensor | None
-    """[N] int64, KV slot of each row"""
-    wait: Callable[[], None]
-    bad: Callable[[], npt.NDArray[np.bool_]]
-    """[N] rows that are not finite, or of one magnitude throughout (all zero, say), in a layer; after `wait`"""
-    done: Callable[[], None]
+def name_of(dtype: torch.dtype) -> str:
+    """As in a safetensors file. Raises TypeError on a type that states cannot have."""
+    if dtype not in NAMES:
+        raise TypeError(f"eyas capture: states of {dtype} are not supported; expected {', '.join(map(str, NAMES))}")
+    return NAMES[dtype]
 
 
-def _nothing() -> None:
-    return None
+class Copier(Protocol):
+    judges: bool
+    """copies the smallest and largest magnitude of each row and layer too"""
+
+    def copy(self, slot: int, count: int, kv_slots: torch.Tensor | None) -> torch.cuda.Event | None:
+        """Of the buffer's first `count` rows. Returns what says that the slot is filled; None if it is."""
+        ...
 
 
 class HostCopy:
     """For a model on the CPU."""
 
-    def __init__(self, tap: Tap) -> None:
-        self._tap = tap
+    judges = False
 
-    def take(self, count: int, slots: torch.Tensor | None) -> Copied:
-        rows, positions = self._tap.rows[:count].clone(), self._tap.positions[:count].clone()
-        tokens = self._tap.tokens[:count].clone()
-        kept = None if slots is None else slots[:count].to(torch.int64, copy=True)
-        return Copied(rows, positions, tokens, kept, _nothing, lambda: bad_rows(rows), _nothing)
+    def __init__(self, tap: Tap, ring: Ring) -> None:
+        self._tap, self._ring = tap, ring
 
-
-_NUMBERS = 4
-"""beside the states, of each row: position, token, KV slot, and whether it is bad"""
+    def copy(self, slot: int, count: int, kv_slots: torch.Tensor | None) -> None:
+        states = torch.from_numpy(self._ring.states(slot, count)).view(self._tap.rows.dtype)
+        states.copy_(self._tap.rows[:count])
+        numbers = torch.from_numpy(self._ring.numbers(slot, count))
+        numbers[:2].copy_(self._tap.numbers[:, :count])
+        if kv_slots is not None:
+            numbers[2].copy_(kv_slots[:count])
 
 
 class _Slot:
-    """One slot of the ring: device staging and its pinned mirror."""
+    """One slot of the ring: staging on the device, and the pinned memory that mirrors it."""
 
-    def __init__(self, tap: Tap, staging: torch.Tensor) -> None:
-        numbers = _NUMBERS * tap.rows.shape[0]
-        self.rows = staging
-        self.numbers = torch.empty(numbers, dtype=torch.int64, device=tap.rows.device)
-        self.host_rows = torch.empty(tap.rows.shape, dtype=tap.rows.dtype, device="cpu", pin_memory=True)
-        self.host_numbers = torch.empty(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.copied = torch.cuda.Event(blocking=True)
+    def __init__(self, tap: Tap, staging: torch.Tensor, ring: Ring, index: int) -> None:
+        rows, layers, _ = tap.rows.shape
+        self.states = staging
+        self.numbers = torch.empty(NUMBERS * rows, dtype=torch.int64, device=staging.device)
+        self.extremes = torch.empty(2 * rows * layers, dtype=staging.dtype, device=staging.device)
+        self.host_states = torch.from_numpy(ring.states(index, rows)).view(staging.dtype)
+        self.host_numbers = torch.from_numpy(ring.numbers(index, rows)).view(-1)
+        self.host_extremes = torch.from_numpy(ring.extremes(index, rows)).view(staging.dtype).view(-1)
+        self.filled = torch.cuda.Event(blocking=True)
 
 
-class RingCopy:
+class DeviceCopy:
     """For a model on a GPU. Memory: 1 + RING static buffers on the device, RING pinned on the host."""
 
-    def __init__(self, tap: Tap) -> None:
+    judges = True
+
+    def __init__(self, tap: Tap, ring: Ring) -> None:
         self._tap = tap
-        self._side = torch.cuda.Stream(device=tap.rows.device)
-        self._free: queue.Queue[_Slot] = queue.Queue()
-        for staging in tap.staging:
-            self._free.put(_Slot(tap, staging))
+        self._stream = torch.cuda.Stream(device=tap.rows.device)
+        memory = torch.frombuffer(ring.memory, dtype=torch.uint8)
+        _pin(memory)
+        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())
+        self._slots = [_Slot(tap, staging, ring, i) for i, staging in enumerate(tap.staging)]
 
-    def take(self, count: int, slots: torch.Tensor | None) -> Copied:
-        slot = self._free.get()
-        size = _NUMBERS * count  # the numbers of a step lie together, so that one copy takes them to the host
-        numbers = slot.numbers[:size].view(_NUMBERS, count)
-        slot.rows[:count].copy_(self._tap.rows[:count])
-        numbers[0].copy_(self._tap.positions[:count])
-        numbers[1].copy_(self._tap.tokens[:count])
-        if slots is not None:
-            numbers[2].copy_(slots[:count])
-        self._side.wait_stream(torch.cuda.current_stream(self._tap.rows.device))
-        with torch.cuda.stream(self._side):
-            smallest, largest = torch.aminmax(slot.rows[:count].abs(), dim=-1)  # both are NaN where one value is
-            fine = (smallest < largest) & torch.isfinite(largest)
-            numbers[3].copy_(~fine.all(dim=-1))
-            slot.host_rows[:count].copy_(slot.rows[:count], non_blocking=True)
-            slot.host_numbers[:size].copy_(slot.numbers[:size], non_blocking=True)
-            slot.copied.record(self._side)
-        # the next use of this slot's staging, on the main stream, follows `done`, which follows `copied`
-        host = slot.host_numbers[:size].view(_NUMBERS, count)
-        return Copied(
-            slot.host_rows[:count],
-            host[0],
-            host[1],
-            None if slots is None else host[2],
-            slot.copied.synchronize,
-            lambda: host[3].numpy().astype(np.bool_),
-            lambda: self._free.put(slot),
-        )
+    def copy(self, slot: int, count: int, kv_slots: torch.Tensor | None) -> torch.cuda.Event:
+        own, layers = self._slots[slot], self._tap.rows.shape[1]
+        states = own.states[:count]
+        flat = own.numbers[: NUMBERS * count]  # contiguous, so that one copy takes them to the host
+        numbers = flat.view(NUMBERS, count)
+        states.copy_(self._tap.rows[:count])
+        numbers[:2].copy_(self._tap.numbers[:, :count])
+        if kv_slots is not None:
+            numbers[2].copy_(kv_slots[:count])
+        self._stream.wait_stream(torch.cuda.current_stream(states.device))
+        with torch.cuda.stream(self._stream):
+            size = 2 * count * layers
+            smallest, largest = own.extremes[:size].view(2, count, layers)
+            torch.aminmax(states.abs(), dim=-1, out=(smallest, largest))
+            own.host_states[:count].copy_(states, non_blocking=True)
+            own.host_numbers[: NUMBERS * count].copy_(flat, non_blocking=True)
+            own.host_extremes[:size].copy_(own.extremes[:size], non_blocking=True)
+            own.filled.record(self._stream)
+        # the next use of this slot's staging, on the main stream, follows the filing, which follows this event
+        return own.filled
 
 
-def copier(tap: Tap) -> HostCopy | RingCopy:
-    return RingCopy(tap) if tap.rows.is_cuda else HostCopy(tap)
+def _pin(memory: torch.Tensor) -> None:
+    """Registers host memory with CUDA, for copies that do not wait."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(status) != 0:
+        raise RuntimeError(f"eyas capture: CUDA cannot pin {memory.numel() >> 20} MiB of host memory (error {status})")
+
+
+def copier(tap: Tap, ring: Ring) -> Copier:
+    return DeviceCopy(tap, ring) if tap.rows.is_cuda else HostCopy(tap, ring)

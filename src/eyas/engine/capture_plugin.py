@@ -27,17 +27,16 @@ _registered: dict[str, Any] = {}
 
 
 class Tap:
-    """The static buffer of this process. rows [N, layers, hidden]; positions, tokens [N]; N: the most of one step."""
+    """The static buffer of this process. rows [N, layers, hidden]; numbers [2, N]; N: the most of one step."""
 
     def __init__(self, vllm_config: Any, layers: tuple[int, ...], device: torch.device) -> None:
         tokens = buffer_rows(vllm_config.scheduler_config.max_num_batched_tokens)
         model = vllm_config.model_config
         self.layers = layers
         self.rows = torch.zeros(tokens, len(layers), model.get_hidden_size(), dtype=model.dtype, device=device)
-        self.positions = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        """as the model saw them; stay -1 where positions have several components (M-RoPE)"""
-        self.tokens = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        """as the model saw them; -1 where it was given embeddings instead"""
+        self.numbers = torch.full((2, tokens), -1, dtype=torch.int64, device=device)
+        """positions as the model saw them, and tokens; -1 where positions have several components (M-RoPE), or where
+        the model was given embeddings"""
         self.staging = [torch.empty_like(self.rows) for _ in range(RING)] if self.rows.is_cuda else []
         """for eyas.engine.capture_copy; allocated with the weights, so that vLLM's memory profile counts it"""
 
@@ -49,11 +48,11 @@ class Tap:
         for i, state in enumerate(states):
             self.rows[:tokens, i].copy_(state)
         if positions.ndim == 1:
-            self.positions[:tokens].copy_(positions)
+            self.numbers[0, :tokens].copy_(positions)
         if ids is not None:
-            self.tokens[:tokens].copy_(ids)
+            self.numbers[1, :tokens].copy_(ids)
         else:
-            self.tokens[:tokens].fill_(-1)
+            self.numbers[1, :tokens].fill_(-1)
 
 
 _tap: Tap | None = None
