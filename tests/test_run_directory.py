@@ -39,7 +39,7 @@ from eyas.train.checkpoints import directory_aside, seal, whole_checkpoints
 SETTINGS = b"s"
 
 
-def add_part(run: RunDir, stem: str, indices: tuple[int, ...] = (0, 1)) -> Path:
+def add_part(run: RunDir, stem: str, indices: tuple[int, ...] = (0, 1), settings: bytes = SETTINGS) -> Path:
     """A part as a harvest commits it; index -1: the answer was dropped."""
     rows = [
         {
@@ -62,7 +62,7 @@ def add_part(run: RunDir, stem: str, indices: tuple[int, ...] = (0, 1)) -> Path:
         for n, index in enumerate(indices)
     ]
     proof = json.dumps({"worst": 0.0, "total": 0.0, "n": 2, "allowed": [0.0, 0.0]}).encode()
-    schema = HARVESTED.with_metadata({b"eyas.harvest": SETTINGS, b"eyas.proof": proof})
+    schema = HARVESTED.with_metadata({b"eyas.harvest": settings, b"eyas.proof": proof})
     part = run.samples / f"{stem}.parquet"
     part.parent.mkdir(parents=True, exist_ok=True)
     write_part(pa.Table.from_pylist(rows, schema=schema), part)
@@ -247,6 +247,26 @@ def test_recovery_drops_lost_and_unreadable_parts(tmp_path: Path) -> None:
     assert "c.parquet is not a whole file of samples" in notes
     assert len(committed) == 2
     assert [whole.exists(), lost.exists(), torn.exists()] == [True, False, False]
+
+
+def test_samples_of_other_settings_are_set_aside_and_taken_up_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    parts = [add_part(run, name) for name in ("a", "b")]
+    before = {p: p.read_bytes() for p in [*parts, *run.states.iterdir()]}
+    other = Committed(run, "../../elsewhere", [3])
+    notes = other.recover()
+    assert "4 samples of other settings" in notes[0]
+    assert len(other) == 0
+    assert not any(p.exists() for p in before)
+    inside = {p for p in tmp_path.rglob("*") if p.is_file()}
+    assert len(inside) == len(before)
+    add_part(run, "c", settings=b"../../elsewhere")
+    again = Committed(run, SETTINGS.decode(), [3])
+    notes = again.recover()
+    assert "taking up 2 sample files" in notes[0]
+    assert "2 samples of other settings" in notes[1]
+    assert len(again) == 4
+    assert {p: p.read_bytes() for p in before} == before
 
 
 @pytest.mark.parametrize("at", [8, 300, 600, -300, -20])

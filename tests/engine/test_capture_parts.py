@@ -138,6 +138,8 @@ def test_rows_by_name_trust_the_models_positions_over_the_schedulers() -> None:
     assert row.tolist() == [0, 1, 3, 4, 5]
     assert owner.tolist() == [0, 0, 1, 1, 1]
     assert position.tolist() == [8, 9, 0, 1, 2]
+    with pytest.raises(ValueError, match="does not name the rows"):
+        rows_by_name(parts, [0, -1], positions)
 
 
 def test_rows_by_slot_find_requests_by_their_blocks() -> None:

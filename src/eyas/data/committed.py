@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,25 @@ import pyarrow as pa
 from eyas.data.checks import EXACT, Difference, Tolerance
 from eyas.data.parts import read_part, shard_of, write_part
 from eyas.data.schema import DROPPED, HARVESTED, answer_number, part_files
+from eyas.data.set_aside import FOLDER, bring_back, set_aside
 from eyas.data.wanted import REPETITIVE, Wanted
 from eyas.errors import EyasError
 from eyas.files import written_aside
 from eyas.rundir import RunDir
 from eyas.states.shard import Shard
 from eyas.states.store import Recent
+from eyas.units import size
 
 _SETTINGS, _PROOF = b"eyas.harvest", b"eyas.proof"
+
+
+@dataclass(frozen=True)
+class _Unusable:
+    """Why a part cannot be used, of how many samples (0: not known), and the other settings that it was made with."""
+
+    why: str
+    samples: int = 0
+    settings: str | None = None
 
 
 class Committed:
@@ -42,26 +54,37 @@ class Committed:
         return len(self._where)
 
     def recover(self) -> list[str]:
-        """Takes over what a run that ended anyhow left behind; returns lines about what was thrown away.
+        """Takes over what a run that ended anyhow left behind; returns lines about what was done with it.
 
         Samples that were harvested with other settings (target, layers, sampling, precision, lengths) are not mixed
-        with new ones: they go.
+        with new ones: they are set aside, and taken up again when those settings are back.
         """
         again: Counter[str] = Counter()
         lost: Counter[str] = Counter()
+        aside = aside_bytes = 0
         notes = []
-        for aside in [*self.run.samples.glob(".*.part"), *self.run.states.glob(".*.part")]:
-            aside.unlink(missing_ok=True)
+        for unfinished in [*self.run.samples.glob(".*.part"), *self.run.states.glob(".*.part")]:
+            unfinished.unlink(missing_ok=True)
+        if back := bring_back(self.run, self.settings):
+            notes.append(f"harvest: taking up {back:,} sample files of these settings that were set aside")
         shards = set()
         for part in part_files(self.run.samples):
             unusable = self._take(part)
             if unusable is None:
                 shards.add(shard_of(part))
+            elif unusable.settings is not None:
+                aside += unusable.samples
+                aside_bytes += set_aside(self.run, part, unusable.settings)
             else:
-                reason, samples = unusable
-                again[reason] += 1
-                lost[reason] += samples
+                again[unusable.why] += 1
+                lost[unusable.why] += unusable.samples
                 part.unlink()
+        if aside_bytes:
+            notes.append(
+                f"harvest: {aside:,} samples of other settings ({size(aside_bytes)}) are set aside: put those back and "
+                f"they are taken up again; delete {self.run.samples / FOLDER} and {self.run.states / FOLDER} to free "
+                "the disk"
+            )
         for reason, n in again.items():
             of = f" of {lost[reason]:,} samples" if lost[reason] else ""
             notes.append(f"harvest: {n} sample files{of} are harvested again: {reason}")
@@ -73,31 +96,29 @@ class Committed:
                 notes.append(f"harvest: removed {len(left)} files of states that were never committed")
         return notes
 
-    def _take(self, part: Path) -> tuple[str, int] | None:
-        """Adds one part found on disk, with its rows' splits as prepared now.
-
-        Returns why it cannot be used, and how many samples that are (0: not known).
-        """
+    def _take(self, part: Path) -> "_Unusable | None":
+        """Adds one part found on disk, with its rows' splits as prepared now; None if that could be done."""
         try:
             table = read_part(part)
         except EyasError as e:
-            return e.message, 0
+            return _Unusable(e.message)
         meta = table.schema.metadata or {}
         if not table.schema.remove_metadata().equals(HARVESTED):
-            return "their columns are another version's", len(table)
-        if meta.get(_SETTINGS) != self.settings.encode():
-            return "they were made with other settings", len(table)
+            return _Unusable("their columns are another version's", len(table))
+        made_with = meta.get(_SETTINGS, b"").decode(errors="replace")
+        if made_with != self.settings:
+            return _Unusable("they were made with other settings", len(table), made_with)
         last = max(table["index"].to_pylist(), default=-1)
         if last >= 0:  # else: all of its answers were dropped, and their states with them
             path = self.run.states / shard_of(part)
             if not path.exists():
-                return "their states are gone", len(table)
+                return _Unusable("their states are gone", len(table))
             try:
                 shard = Shard(path)
             except EyasError as e:
-                return e.message, len(table)
+                return _Unusable(e.message, len(table))
             if shard.layers != self.layers or last >= len(shard):
-                return f"{path.name} holds layers {shard.layers}, {len(shard)} samples", len(table)
+                return _Unusable(f"{path.name} holds layers {shard.layers}, {len(shard)} samples", len(table))
         self.parts.append(part)
         proof = json.loads(meta[_PROOF])
         self.proof += Difference(proof["worst"], proof["total"], proof["n"])

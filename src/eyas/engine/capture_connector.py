@@ -255,7 +255,7 @@ class _Worker:
                 "eyas capture: this vLLM's model runner names neither the requests nor the KV slots of its rows; "
                 "start it with VLLM_USE_V2_MODEL_RUNNER=0"
             )
-        starts = None if self._starts is None else [self._starts[name] for name in step.scheduled.requests]
+        starts = None if self._starts is None else [self._starts.get(name, -1) for name in step.scheduled.requests]
         self._filing.step(step.scheduled, starts, self._slots, step.total)
 
     def stop(self) -> None:

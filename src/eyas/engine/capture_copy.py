@@ -73,7 +73,7 @@ class DeviceCopy:
         self._stream = torch.cuda.Stream(device=tap.rows.device)
         memory = torch.frombuffer(ring.memory, dtype=torch.uint8)
         _pin(memory)
-        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())
+        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr()).atexit = False
         self._slots = [_Slot(tap, staging, ring, i) for i, staging in enumerate(tap.staging)]
 
     def copy(self, slot: int, count: int, kv_slots: torch.Tensor | None) -> torch.cuda.Event:

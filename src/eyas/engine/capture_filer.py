@@ -54,9 +54,11 @@ class Settings:
 def rows_by_name(scheduled: Scheduled, starts: list[int], positions: Ints) -> tuple[Ints, Ints, Ints]:
     """Which rows of a step are captured, where the runner says in which row each request starts.
 
-    starts: first row of each request. positions [N]: the model's own, -1 where unknown.
-    Returns row [M], owner [M] (index into the requests) and position [M].
+    starts: first row of each request, -1 where it was not named. positions [N]: the model's own, -1 where unknown.
+    Returns row [M], owner [M] (index into the requests) and position [M]. Raises ValueError on an unnamed request.
     """
+    if min(starts, default=0) < 0:
+        raise ValueError("eyas capture: the model runner does not name the rows of every request of its step")
     counts = np.array(scheduled.rows, dtype=np.int64)
     owner = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(owner)) - (counts.cumsum() - counts)[owner]

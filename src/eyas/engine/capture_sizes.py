@@ -1,7 +1,8 @@
 """How large the capturing server's buffers are. Imports nothing: `eyas plan` reads it without loading a framework."""
 
 RING = 4
-"""steps whose rows may be on their way from a GPU to the host; each takes as much memory as the static buffer"""
+"""steps whose rows may be on their way to the filing process; each takes as much host memory as the static buffer, and
+beside a GPU as much of its memory"""
 _ROW_ALIGN = 64  # runners pad the token count (tensor parallel multiples, graph sizes)
 
 

@@ -19,8 +19,8 @@ from eyas.errors import EyasError, InputError
 from eyas.progress import Progress
 from eyas.recipe import EnginePart, Recipe
 from eyas.report.machine import Machine, this_machine
-from eyas.report.plan_problems import size
 from eyas.report.versions import installed_versions
+from eyas.units import size
 
 LEAST_MEMORY = 4_000_000_000
 LEAST_DISK = 2_000_000_000

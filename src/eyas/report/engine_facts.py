@@ -14,9 +14,10 @@ from eyas.errors import InputError
 from eyas.recipe import Recipe
 from eyas.report.costs import Drafter, engine_width, state_bytes
 from eyas.report.machine import Gpu, Machine
-from eyas.report.plan_problems import Problem, size
+from eyas.report.plan_problems import Problem
 from eyas.rundir import RunDir
 from eyas.target.info import TargetInfo
+from eyas.units import size
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class CaptureMemory:
     device: int
     """on each GPU: the buffer, and the steps on their way to the host; vLLM leaves that much less to the KV cache"""
     host: int
-    """pinned, for these steps; on a CPU the buffer itself"""
+    """for these steps, pinned beside a GPU; on a CPU with the buffer itself"""
     in_flight: int
     """host memory that the rows of all requests in flight take if each is of the greatest length"""
 
@@ -46,7 +47,7 @@ def capture_memory(recipe: Recipe, target: TargetInfo, drafter: Drafter, machine
         largest = max((gpu.memory for gpu in gpus), default=0) >> 30
         step = 16384 if largest >= 160 else 8192 if largest >= 70 else 2048
     buffer = buffer_rows(step) * row
-    device, host = ((1 + RING) * buffer, RING * buffer) if gpus else (0, buffer)
+    device, host = ((1 + RING) * buffer, RING * buffer) if gpus else (0, (1 + RING) * buffer)
     return CaptureMemory(counted_for, step, device, host, recipe.engine.concurrency * recipe.data.max_length * row)
 
 

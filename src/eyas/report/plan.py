@@ -24,12 +24,13 @@ from eyas.report.costs import (
 from eyas.report.data_estimate import DataEstimate, estimate_data
 from eyas.report.engine_facts import EngineFacts, engine_facts
 from eyas.report.machine import Machine, this_machine
-from eyas.report.plan_problems import Problem, device_shortage, find_problems, size
+from eyas.report.plan_problems import Problem, device_shortage, find_problems
 from eyas.report.plan_tables import print_plan as print_plan
 from eyas.rundir import RunDir
 from eyas.target.config_json import read_config
 from eyas.target.info import TargetInfo
 from eyas.target.resolve import resolve_target
+from eyas.units import size
 
 
 @dataclass(frozen=True)

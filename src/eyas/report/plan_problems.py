@@ -12,6 +12,7 @@ from eyas.rundir import RunDir
 from eyas.target.config_json import read_json_object
 from eyas.target.info import TargetInfo
 from eyas.target.tokens import chat_template_text, tokenizer_size
+from eyas.units import size
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def _window_problems(recipe: Recipe) -> list[Problem]:
 
 
 def _disk_problems(machine: Machine, states: int | None, checkpoints: int, run: RunDir) -> list[Problem]:
-    need = max(0, (states or 0) - _stored(run.states)) + max(0, checkpoints - _stored(run.train))
+    of_harvest, of_training = _stored(run.states, "*.safetensors"), _stored(run.train, "**/*.safetensors")
+    need = max(0, (states or 0) - of_harvest) + max(0, checkpoints - of_training)
     if need <= machine.disk_free:
         return []
     return [
@@ -184,14 +186,5 @@ def _disk_problems(machine: Machine, states: int | None, checkpoints: int, run: 
     ]
 
 
-def _stored(directory: Path) -> int:
-    return sum(f.stat().st_size for f in directory.rglob("*.safetensors")) if directory.is_dir() else 0
-
-
-def size(n: float) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if abs(n) < 1000 or unit == "TB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:,.1f} {unit}"
-        n /= 1000
-    raise AssertionError
+def _stored(directory: Path, files: str) -> int:
+    return sum(f.stat().st_size for f in directory.glob(files)) if directory.is_dir() else 0

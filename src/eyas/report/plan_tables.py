@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eyas.report.plan_problems import size
+from eyas.units import size
 
 if TYPE_CHECKING:
     from eyas.report.plan import Plan

@@ -7,10 +7,10 @@ from typing import Any
 from eyas.errors import InputError
 from eyas.recipe import Recipe
 from eyas.report.costs import TrainingMemory, drafter_sizes, training_memory
-from eyas.report.plan_problems import size
 from eyas.states.store import SampleRef
 from eyas.target.info import TargetInfo
 from eyas.train.packing import Schedule, rows_of
+from eyas.units import size
 
 STEP = 256
 """suggested budgets are multiples of this many tokens"""

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from eyas.report.plan_problems import size
 from eyas.rundir import RunDir
 from eyas.train.checkpoints import MODEL, tidy, whole_checkpoints
+from eyas.units import size
 
 KEPT = 3
 """trainings in previous/, at most"""
