@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from eyas.data.checks import Difference, compare, disagreement, find_fault, tolerance
-from eyas.engine import vllm as client
+from eyas.engine import vllm_reply, vllm_run
 from eyas.engine.base import Completion, Request
 from eyas.engine.vllm_server import VllmServer
 from eyas.recipe import EnginePart, SamplingPart
@@ -107,9 +107,9 @@ class Side:
         with noting_replies(self.logprobs) as replies:
             # a server that rested answers its first requests late
             waking = [Request(f"wake{i}", x, WAKING_TOKENS) for i, x in enumerate(random_prompts(s, number)[:4])]
-            list(client._generate([self.server], waking, sampling, s.concurrent, self.capture, extra))
+            list(vllm_run.generate([self.server], waking, sampling, s.concurrent, self.capture, extra))
             start = time.perf_counter()
-            stream = client._generate([self.server], requests, sampling, s.concurrent, self.capture, extra)
+            stream = vllm_run.generate([self.server], requests, sampling, s.concurrent, self.capture, extra)
             self.answers = list(stream)
             if self.name == "example":
                 assert self.states is not None
@@ -134,7 +134,7 @@ def random_prompts(s: Settings, seed: int) -> list[list[int]]:
 def noting_replies(logprobs: bool) -> Iterator[list[float]]:
     """The times at which the client saw its replies; without `logprobs` it takes replies that have none."""
     times: list[float] = []
-    original = client._completion
+    original = vllm_reply.completion
 
     def noted(request: Request, reply: dict[str, Any], capture: bool) -> Completion:
         times.append(time.perf_counter())
@@ -143,11 +143,11 @@ def noting_replies(logprobs: bool) -> Iterator[list[float]]:
             choice["logprobs"] = {"token_logprobs": [0.0] * len(choice["token_ids"])}
         return original(request, reply, capture)
 
-    client._completion = noted
+    vllm_reply.completion = noted
     try:
         yield times
     finally:
-        client._completion = original
+        vllm_reply.completion = original
 
 
 def wait_for_files(folder: Path, count: int) -> None:

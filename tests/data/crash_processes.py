@@ -23,7 +23,7 @@ import torch
 
 from eyas.data.harvest import harvest
 from eyas.data.prepare import prepare
-from eyas.engine import vllm
+from eyas.engine import vllm, vllm_client
 from eyas.engine.base import Request
 from eyas.engine.vllm import VllmEngine
 from eyas.errors import EyasError
@@ -41,7 +41,7 @@ SHORT_PAUSE = 0.02
 
 def client(target: Path, root: Path, prompts: Path, url: str) -> int:
     """0 and "done SAMPLES NEW", or the error's exit code and message, as `eyas harvest` has them."""
-    vllm.tenacity.wait_exponential_jitter = lambda **kwargs: tenacity.wait_fixed(SHORT_PAUSE)  # type: ignore[misc,assignment]
+    vllm_client.tenacity.wait_exponential_jitter = lambda **kwargs: tenacity.wait_fixed(SHORT_PAUSE)  # type: ignore[misc,assignment]
     vllm.OUTAGE_SECONDS = 0.0
     run, quiet = RunDir(root), Progress(quiet=True)
     run.target_json.write_text("{}")  # the mark of a run directory, as every command leaves it

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eyas.engine import vllm
+from eyas.engine import vllm, vllm_client, vllm_run
 from eyas.engine.base import Completion, Request
 from eyas.engine.spec_counters import SpecCounters, parse_counters
 from eyas.engine.vllm_server import GivenServer, given_servers
@@ -98,7 +98,9 @@ def fake() -> Iterator[Fake]:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm.tenacity, "wait_exponential_jitter", lambda **kwargs: vllm.tenacity.wait_fixed(0.01))
+    monkeypatch.setattr(
+        vllm_client.tenacity, "wait_exponential_jitter", lambda **kwargs: vllm_client.tenacity.wait_fixed(0.01)
+    )
 
 
 def asked(n: int) -> Iterator[Request]:
@@ -109,7 +111,7 @@ def asked(n: int) -> Iterator[Request]:
 def ask(
     urls: list[str], requests: Iterator[Request], concurrency: int = 4, capture: bool = False
 ) -> Iterator[Completion]:
-    return vllm._generate([GivenServer(u, "k") for u in urls], requests, GREEDY, concurrency, capture)
+    return vllm_run.generate([GivenServer(u, "k") for u in urls], requests, GREEDY, concurrency, capture)
 
 
 def test_every_request_is_answered_once_with_bounded_concurrency_and_the_key(fake: Fake) -> None:
@@ -174,7 +176,7 @@ def test_a_given_server_that_is_away_for_a_while_pauses_the_job(fake: Fake) -> N
     fake.answer = away
     said: list[str] = []
     given = [GivenServer(fake.url, "k")]
-    got = list(vllm._generate(given, asked(6), GREEDY, 1, False, patience=30, say=said.append))
+    got = list(vllm_run.generate(given, asked(6), GREEDY, 1, False, patience=30, say=said.append))
     assert {c.id for c in got} == {f"r{i}" for i in range(6)}
     assert len(said) == 2
     assert said[0].startswith(f"{fake.url} does not answer (")
@@ -193,7 +195,7 @@ def test_one_lost_connection_is_nothing_to_speak_of(fake: Fake) -> None:
     fake.answer = away
     said: list[str] = []
     given = [GivenServer(fake.url, "k")]
-    assert len(list(vllm._generate(given, asked(4), GREEDY, 1, False, patience=30, say=said.append))) == 4
+    assert len(list(vllm_run.generate(given, asked(4), GREEDY, 1, False, patience=30, say=said.append))) == 4
     assert said == []
     assert len(fake.bodies) == 5
 
@@ -201,7 +203,7 @@ def test_one_lost_connection_is_nothing_to_speak_of(fake: Fake) -> None:
 @pytest.mark.parametrize("pause", [0.0, 0.5])
 def test_a_connection_that_rested_is_not_used_again(fake: Fake, monkeypatch: pytest.MonkeyPatch, pause: float) -> None:
     """The server may close it at the moment at which the next request is sent."""
-    monkeypatch.setattr(vllm, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(vllm_client, "IDLE_SECONDS", 0.2)
 
     def requests() -> Iterator[Request]:
         for r in asked(2):
@@ -304,7 +306,7 @@ def test_a_dead_server_of_ours_is_noticed_while_requests_wait(fake: Fake) -> Non
     fake.answer = never
     start = time.monotonic()
     with pytest.raises(EngineError, match="boom"):
-        list(vllm._generate([Dead(fake.url, None)], asked(1), GREEDY, 1, False))
+        list(vllm_run.generate([Dead(fake.url, None)], asked(1), GREEDY, 1, False))
     assert time.monotonic() - start < 1.5
 
 
@@ -378,7 +380,7 @@ def test_shards_that_are_awaited_when_another_one_fails_are_forgotten(
 
 
 def test_a_shard_that_never_comes_is_an_error(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "SHARD_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_run, "SHARD_SECONDS", 0.1)
     fake.answer = with_shard(tmp_path / "s.safetensors")
     with pytest.raises(EngineError, match="did not appear"):
         list(ask([fake.url], asked(1), capture=True))
