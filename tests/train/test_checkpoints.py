@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, of the same inputs or refused, and only the best and the newest stay."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,27 @@ def test_the_newest_whole_checkpoint_of_the_same_inputs(tmp_path: Path):
     found = resumable(tmp_path, MADE_OF)
     assert found is not None
     assert found.step == 10
+
+
+GARBAGE = {"bytes": b"\xff\xfe\x80", "other JSON": b"[1]", "another step": b'{"global_step": 4}'}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+def test_a_garbled_loop_state_is_never_resumed(tmp_path: Path, garbage):
+    write(tmp_path, 3)
+    with directory_aside(tmp_path / "checkpoint-5") as aside:
+        (aside / "model.safetensors").write_bytes(b"weights")
+        (aside / "trainer_state.json").write_bytes(garbage)
+        seal(aside, 5, MADE_OF, None)
+    assert steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("damage", [{"files": []}, {"files": {}}, {"files": 1}, {"step": "5"}, {"holdout_loss": "low"}])
+def test_a_garbled_list_of_files_is_never_resumed(tmp_path: Path, damage):
+    write(tmp_path, 3)
+    about = write(tmp_path, 5) / "checkpoint.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | damage))
+    assert steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "unsealed"])

@@ -26,6 +26,7 @@ from eyas.train.sharding import like, whole
 ABOUT = "checkpoint.json"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+STATE = "trainer_state.json"
 PREFIX = "checkpoint-"
 _SEPARATOR = "|"
 
@@ -68,7 +69,7 @@ def seal(directory: Path, step: int, made_of: dict[str, str], holdout_loss: floa
 
 
 def whole_checkpoints(train_dir: Path) -> list[Checkpoint]:
-    """The complete checkpoints, by step. An incomplete one (a missing or cut file) is not among them."""
+    """The complete checkpoints, by step. One with a missing, cut or garbled file is not among them."""
     found = [_read(path) for path in train_dir.glob(PREFIX + "*") if path.is_dir()]
     return sorted((c for c in found if c is not None), key=lambda c: c.step)
 
@@ -76,12 +77,16 @@ def whole_checkpoints(train_dir: Path) -> list[Checkpoint]:
 def _read(path: Path) -> Checkpoint | None:
     try:
         about = read_json(path / ABOUT)
-        files: dict[str, int] = about["files"]
+        files, step, loss = about["files"], about["step"], about["holdout_loss"]
+        if type(step) is not int or not isinstance(loss, float | None) or MODEL not in files:
+            return None
         if not all((path / name).stat().st_size == size for name, size in files.items()):
             return None
-        return Checkpoint(path, int(about["step"]), dict(about["made_of"]), about["holdout_loss"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        if STATE in files and read_json(path / STATE)["global_step"] != step:
+            return None
+        return Checkpoint(path, step, dict(about["made_of"]), loss)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # of whatever kind: a file overwritten with garbage can hold any JSON, or none
 
 
 def resumable(train_dir: Path, made_of: dict[str, str]) -> Checkpoint | None:
