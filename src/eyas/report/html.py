@@ -253,10 +253,10 @@ def _log(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a log that may still be written to."""
     entries: list[dict[str, Any]] = []
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_bytes().splitlines():
             try:
                 entry = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(entry, dict):
                 entries.append(entry)

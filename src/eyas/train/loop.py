@@ -34,15 +34,17 @@ class Log:
         self.path, self._writes = path, writes
 
     def start_at(self, step: int) -> None:
-        """Forgets what was logged after `step`: those steps are run again."""
+        """Forgets what was logged after `step`: those steps are run again; and what is no entry."""
         if self._writes:
-            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-            write_text(self.path, "".join(line + "\n" for line in lines if _step_of(line) <= step))
+            write_text(self.path, "".join(json.dumps(e) + "\n" for e in self._entries() if e["step"] <= step))
 
     def last(self, kind: str) -> dict[str, Any] | None:
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        entries = (json.loads(line) for line in reversed(lines) if _step_of(line) != float("inf"))
-        return next((e for e in entries if e["kind"] == kind), None)
+        return next((e for e in reversed(self._entries()) if e["kind"] == kind), None)
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Of the lines that are entries: one may be cut by a kill, or damaged, and the checkpoints are what counts."""
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        return [entry for line in lines if (entry := _entry(line)) is not None]
 
     def add(self, entry: dict[str, Any]) -> None:
         if self._writes:
@@ -50,11 +52,17 @@ class Log:
                 f.write(json.dumps(entry) + "\n")
 
 
-def _step_of(line: str) -> float:
+_NUMBERS = {"step": ("loss", "mean_length"), "eval": ("eval_loss", "eval_mean_length")}
+"""what an entry of each kind holds beside its step, and readers rely on"""
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line cut by a kill
+        entry = json.loads(line)
+        needed = [entry[key] for key in _NUMBERS[entry["kind"]]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return entry if type(entry["step"]) is int and all(type(x) is float for x in needed) else None
 
 
 class DrafterTrainer(Trainer):
@@ -271,7 +279,7 @@ class DrafterTrainer(Trainer):
             loss = evaluation["eval_loss"] if evaluation is not None and evaluation["step"] == step else None
             with checkpoints.directory_aside(root / f"{checkpoints.PREFIX}{step}") as aside:
                 checkpoints.save(weights, moments, aside)
-                self.state.save_to_json(str(aside / "trainer_state.json"))
+                self.state.save_to_json(str(aside / checkpoints.STATE))
                 checkpoints.seal(aside, step, self.made_of, loss)
             checkpoints.retain(root, self.part.keep)
         self.accelerator.wait_for_everyone()
