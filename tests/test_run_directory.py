@@ -22,12 +22,14 @@ from eyas.cli import A_FAULT, _reported, app
 from eyas.data.committed import Committed
 from eyas.data.parts import harvest_files, read_part, write_part
 from eyas.data.schema import HARVESTED
+from eyas.data.set_aside import set_aside
+from eyas.draft.inputs import draft_inputs
 from eyas.errors import EyasError, InputError, disk_error
 from eyas.files import write_json, written_aside
 from eyas.pipeline import STAGES, Run, Stage, _keep_previous, _run_one, run_stages
 from eyas.products import Products
 from eyas.progress import Progress
-from eyas.recipe import Recipe
+from eyas.recipe import DraftPart, Recipe
 from eyas.report.data_estimate import _harvested
 from eyas.report.machine import Machine
 from eyas.report.show import _samples
@@ -269,6 +271,22 @@ def test_samples_of_other_settings_are_set_aside_and_taken_up_again(tmp_path: Pa
     assert {p: p.read_bytes() for p in before} == before
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["the same settings", "other settings"])
+def test_killed_while_samples_were_set_aside_or_brought_back(tmp_path: Path, same: bool) -> None:
+    """Either way the part alone is in its place: its shard goes first, and comes back last."""
+    run, settings = RunDir(tmp_path), SETTINGS.decode()
+    part = add_part(run, "a")
+    set_aside(run, part, settings)
+    os.replace(next((run.samples / "previous").rglob("a.parquet")), part)
+    if not same:
+        Committed(run, "other", [3]).recover()
+        assert not part.exists()
+    again = Committed(run, settings, [3])
+    again.recover()
+    assert len(again) == 2
+    assert (run.states / "a.safetensors").exists()
+
+
 @pytest.mark.parametrize("at", [8, 300, 600, -300, -20])
 def test_zeroed_bytes_of_a_part_are_noticed(tmp_path: Path, at: int) -> None:
     run = RunDir(tmp_path)
@@ -461,14 +479,30 @@ def test_a_training_without_a_whole_checkpoint_is_not_kept(trainings: Trainings)
     assert not trainings.run.dir.previous.exists()
 
 
-def test_of_many_trainings_those_that_came_farthest_are_kept(
-    trainings: Trainings, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for lr, steps in ((1.0, 2), (2.0, 3), (3.0, 1), (4.0, 9)):
-        trainings.steps = steps
+def test_every_training_is_kept_and_taken_up_again(trainings: Trainings) -> None:
+    rates = (1.0, 2.0, 3.0, 4.0, 5.0)
+    for lr in rates:
         trainings.again(lr=lr)
-    assert trainings.aside.keys() == {"0.0", "2.0", "3.0"}  # the newest one stays, however short it was
-    assert "is deleted: 3 trainings are kept there" in capsys.readouterr().err
+    assert trainings.aside.keys() == {"0.0", "1.0", "2.0", "3.0", "4.0"}
+    for lr in (0.0, *rates):
+        trainings.again(lr=lr)
+        assert trainings.counts["continued"] is True
+
+
+def test_draft_from_is_what_lies_there_and_not_this_runs_own(trainings: Trainings, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(bytes(1 << 20))
+    first = draft_inputs(DraftPart.model_validate({"from": str(tmp_path)}))
+    changed = bytearray(1 << 20)
+    changed[1 << 19 : (1 << 19) + 40_000] = bytes([7]) * 40_000
+    (tmp_path / "model.safetensors").write_bytes(changed)
+    assert draft_inputs(DraftPart.model_validate({"from": str(tmp_path)})) != first
+    run = trainings.run
+    for own in (run.dir.train / "final", run.dir.drafter / "vllm"):
+        draft = run.recipe.draft.model_copy(update={"from_": str(own)})
+        with pytest.raises(InputError, match=f"lies in this run's {own.parent.name}/"):
+            run_stages(replace(run, recipe=run.recipe.model_copy(update={"draft": draft})), "train", "train")
+    assert trainings.aside == {}
 
 
 def test_settings_that_cannot_work_touch_nothing(trainings: Trainings) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from eyas.changes import by_key, changes
 from eyas.data.inputs import prompts_fingerprint
 from eyas.data.parts import harvest_files
+from eyas.draft.inputs import check_place, draft_inputs
 from eyas.draft.sizes import aux_layers
 from eyas.errors import EyasError, InputError
 from eyas.files import fingerprint, write_json, write_text
@@ -297,6 +298,7 @@ def _vocab(run: Run) -> dict[str, Any]:
 def _check_train(run: Run) -> None:
     from eyas.train.launch import check_train_stage
 
+    check_place(run.recipe.draft, run.dir)
     check_train_stage(run.recipe, run.dir, run.nproc)
 
 
@@ -376,7 +378,7 @@ STAGES = (
     ),
     Stage(
         "train",
-        lambda r: [_dump(r.recipe.draft), _dump(r.recipe.train, *FREE_TRAIN_SETTINGS)],
+        lambda r: [draft_inputs(r.recipe.draft), _dump(r.recipe.train, *FREE_TRAIN_SETTINGS)],
         _train,
         lambda d: [],
         lambda d: _with_all([d.train / "final" / "model.safetensors"], d.train / "final"),

@@ -50,7 +50,9 @@ class Bench:
         return harvest(self.recipe, self.target, self.run, layers, Progress(quiet=True), lambda: engine)
 
     def rows(self) -> list[dict[str, Any]]:
-        return [row for part in part_files(self.run.samples) for row in pq.read_table(part).to_pylist()]
+        """By id, as the store gives them."""
+        found = [row for part in part_files(self.run.samples) for row in pq.read_table(part).to_pylist()]
+        return sorted(found, key=lambda row: str(row["id"]))
 
     def files(self) -> set[str]:
         return {p.name for p in [*self.run.samples.iterdir(), *self.run.states.iterdir()]}

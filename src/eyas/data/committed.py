@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow as pa
 
 from eyas.data.checks import EXACT, Difference, Tolerance
 from eyas.data.parts import read_part, shard_of, write_part
-from eyas.data.schema import DROPPED, HARVESTED, answer_number, part_files
+from eyas.data.schema import DROPPED, HARVESTED, UNUSED, answer_number, part_files
 from eyas.data.set_aside import FOLDER, bring_back, set_aside
 from eyas.data.wanted import REPETITIVE, Wanted
 from eyas.errors import EyasError
@@ -31,6 +32,14 @@ class _Unusable:
     why: str
     samples: int = 0
     settings: str | None = None
+
+
+@dataclass(frozen=True)
+class Reconciled:
+    """How many rows are unused now, and how many were taken out."""
+
+    unused: int
+    removed: int
 
 
 class Committed:
@@ -123,49 +132,53 @@ class Committed:
         proof = json.loads(meta[_PROOF])
         self.proof += Difference(proof["worst"], proof["total"], proof["n"])
         self._allow(Tolerance(*proof["allowed"]))
-        self._index(table["id"].to_pylist())
+        self._index(table["id"].to_pylist(), table["split"].to_pylist())
         return None
 
-    def reconcile(self, splits: dict[str, str], wanted: Wanted) -> int:
-        """Gives every row its split: its conversation's in `splits`, or DROPPED if it is not `wanted` any more.
+    def reconcile(self, splits: dict[str, str], wanted: Wanted) -> Reconciled:
+        """Gives every row its split: its conversation's in `splits`, DROPPED if it is not `wanted`, UNUSED if it is not
+        asked for now: its conversation is not there, it is a further answer than are wanted, or a turn after a dropped
+        one. Unused rows are not among the samples here, and come back when they are asked for.
 
-        Takes out rows whose conversation is not there, further answers than are wanted, dropped ones that are wanted
-        now (they are asked again), and turns after a dropped one. Returns how many it took out. Data that grew or
-        shrank since moves conversations between the splits.
+        Takes out dropped rows without states that are wanted now (they are asked again), turns after those, and
+        doubles. Data that grew or shrank since moves conversations between the splits.
         """
-        ends: dict[tuple[str, int], int] = {}
-        columns = ["id", "conversation", "turn", "finish_reason", "looped", "index"]
+        ends: dict[tuple[str, int], tuple[int, bool]] = {}
+        """of a chain of turns: the first one that is dropped or asked again, and whether it is asked again"""
+        keys = ["id", "conversation", "turn", "finish_reason", "looped", "index"]
         for part in self.parts:
-            for row in read_part(part, columns).to_pylist():
+            for row in read_part(part, keys).to_pylist():
                 unwanted = wanted.why_not(row["finish_reason"], row["looped"]) is not None
                 if unwanted or row["index"] < 0:
                     chain = (row["conversation"], answer_number(row["id"]))
-                    ends[chain] = min(ends.get(chain, row["turn"]), row["turn"])
-        removed = 0
+                    end = (row["turn"], not unwanted)
+                    ends[chain] = min(ends.get(chain, end), end)
+        unused = removed = 0
         old, self.parts, self._where = self.parts, [], {}
         for part in old:
             table = read_part(part)
-            keys = ["id", "conversation", "turn", "finish_reason", "looped", "index"]
             want: list[str] = []
             for row in table.select(keys).to_pylist():
                 split, answer = splits.get(row["conversation"]), answer_number(row["id"])
-                end = ends.get((row["conversation"], answer), row["turn"])
-                if split is None or answer >= wanted.answers or row["turn"] > end or row["id"] in self._where:
+                end, again = ends.get((row["conversation"], answer), (row["turn"], False))
+                if row["id"] in self._where or (row["turn"] > end and again):
                     want.append("")
+                elif split is None or answer >= wanted.answers or row["turn"] > end:
+                    want.append(UNUSED)
                 elif wanted.why_not(row["finish_reason"], row["looped"]) is not None:
                     want.append(DROPPED)
                 else:
                     want.append(split if row["index"] >= 0 else "")
+            unused, removed = unused + want.count(UNUSED), removed + want.count("")
             if want != table["split"].to_pylist():
-                removed += want.count("")
                 column = table.schema.get_field_index("split")
                 table = table.set_column(column, HARVESTED.field("split"), pa.array(want, pa.string()))
                 table = table.filter(pa.array([w != "" for w in want]))
                 with written_aside(part) as aside:
                     write_part(table, aside)
             self.parts.append(part)
-            self._index(table["id"].to_pylist())
-        return removed
+            self._index(table["id"].to_pylist(), table["split"].to_pylist())
+        return Reconciled(unused, removed)
 
     def commit(self, stem: str, rows: list[dict[str, Any]], proof: Difference, allowed: Tolerance) -> Path:
         """Writes one part; its rename is the moment from which the samples count. Call `add` then."""
@@ -198,7 +211,8 @@ class Committed:
     def _allow(self, allowed: Tolerance) -> None:
         self.allowed = max(self.allowed, allowed, key=lambda t: t.worst)
 
-    def _index(self, ids: Iterable[str]) -> None:
+    def _index(self, ids: Iterable[str], splits: Iterable[str] = repeat("")) -> None:
         base = (len(self.parts) - 1) << 32
-        for row, id_ in enumerate(ids):
-            self._where.setdefault(id_, base + row)
+        for row, (id_, split) in enumerate(zip(ids, splits, strict=False)):
+            if split != UNUSED:
+                self._where.setdefault(id_, base + row)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 from eyas.data.checks import EXACT, Difference, TeacherLike
 from eyas.data.committed import Committed
@@ -20,7 +21,7 @@ from eyas.data.committer import Committer, Settled
 from eyas.data.lengths import SHARES, length_summary, share_bin, share_summary
 from eyas.data.plan import Asked, Plan
 from eyas.data.render import Renderer
-from eyas.data.schema import DROPPED, LENGTH
+from eyas.data.schema import DROPPED, LENGTH, UNUSED
 from eyas.data.shard_place import check_place
 from eyas.data.wanted import Wanted
 from eyas.engine.base import Completion, Engine
@@ -69,10 +70,12 @@ def harvest(
     for note in committed.recover():
         progress.say(note)
     plan = Plan(recipe, target, run, committed, None)
-    if len(committed):
-        removed = committed.reconcile(plan.splits(), Wanted.of(recipe.data))
-        if removed:
-            progress.say(f"harvest: {removed:,} samples that the recipe no longer asks for are taken out")
+    if committed.parts:
+        found = committed.reconcile(plan.splits(), Wanted.of(recipe.data))
+        if found.unused:
+            progress.say(f"harvest: {found.unused:,} samples that the recipe does not ask for now are kept, unused")
+        if found.removed:
+            progress.say(f"harvest: {found.removed:,} answers are asked for again: they or those before were dropped")
     work = _Work(recipe, target, plan, committed, progress, tokenizer, teacher)
     with ExitStack() as stack:
         work.run(lambda: stack.enter_context(open_engine()))
@@ -293,6 +296,7 @@ class _Work:
         for table in self.committed.columns(
             ["prompt_length", "supervised", "rows", "finish_reason", "looped", "split"]
         ):
+            table = table.filter(pc.not_equal(table["split"], UNUSED))
             reason, loops = table["finish_reason"].to_numpy(), table["looped"].fill_null(0).to_numpy() > 0
             used = table["split"].to_numpy() != DROPPED
             cut, repetitive = cut + int((reason == LENGTH).sum()), repetitive + int(loops.sum())

@@ -49,9 +49,10 @@ HARVESTED = pa.schema(
 """One row for each sample whose states were proven.
 
 id             see `sample_id`
-split          "train", "holdout", or "dropped": an answer that the recipe does not want (data.cut_answers,
-               data.repetitive_answers). Its tokens are kept, so that it is not asked for again; its states are not
-               (shard "", index -1), unless it was harvested before the recipe said so.
+split          "train", "holdout", "dropped": an answer that the recipe does not want (data.cut_answers,
+               data.repetitive_answers), or "unused": one that it does not ask for now (fewer prompts, say). Of a
+               dropped answer the tokens are kept, so that it is not asked for again, and the states are not (shard "",
+               index -1), unless it was harvested before the recipe said so; an unused one is kept whole.
 token_ids      prompt and answer, the engine's own ids
 loss_mask      as long as token_ids; regenerated: exactly the generated positions
 logprobs       the engine's, one for each true entry of loss_mask, in order
@@ -62,7 +63,9 @@ supervised     true entries of loss_mask
 looped         tokens at the answer's end that are a loop (eyas.data.repetition), 0 if none; null for kept conversations
 """
 
-DROPPED = "dropped"
+DROPPED, UNUSED = "dropped", "unused"
+LEFT_OUT = (DROPPED, UNUSED)
+"""splits that nobody trains on"""
 LENGTH = "length"
 """the finish reason of a cut answer"""
 

@@ -20,7 +20,7 @@ def places(run: RunDir, settings: str) -> tuple[Path, Path]:
 
 
 def set_aside(run: RunDir, part: Path, settings: str) -> int:
-    """Moves a part and its shard; returns their bytes. The shard first: what no part names is rubbish."""
+    """Moves a part and its shard; returns their bytes. The shard first: in states/, what no part names is rubbish."""
     samples, states = places(run, settings)
     shard = run.states / shard_of(part)
     size = part.stat().st_size
@@ -34,14 +34,14 @@ def set_aside(run: RunDir, part: Path, settings: str) -> int:
 
 
 def bring_back(run: RunDir, settings: str) -> int:
-    """Moves back what was set aside of these settings; returns how many parts. May be interrupted and begun again."""
+    """Moves back what was set aside of these settings; returns how many parts. May be interrupted at any moment."""
     samples, states = places(run, settings)
     parts = part_files(samples)
     for part in parts:
-        shard = states / shard_of(part)
-        if shard.exists():
-            os.replace(shard, run.states / shard.name)
         os.replace(part, run.samples / part.name)
+    for shard in states.glob("*.safetensors"):
+        if (run.samples / f"{shard.stem}.parquet").exists():  # else it is no part's: leave it
+            os.replace(shard, run.states / shard.name)
     for folder in (samples, states, samples.parent, states.parent):
         with contextlib.suppress(OSError):  # not there, or not empty
             folder.rmdir()

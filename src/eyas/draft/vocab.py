@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
 from eyas.data.parts import part_batches
-from eyas.data.schema import DROPPED, part_files
+from eyas.data.schema import LEFT_OUT, part_files
 from eyas.errors import EyasError, InputError
 from eyas.files import file_fingerprint, read_json, write_json, written_aside
 from eyas.rundir import RunDir
@@ -110,7 +110,7 @@ def _supervised(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     for batch in part_batches(path, ["split", "token_ids", "loss_mask"], ROWS_AT_ONCE):
         splits, ids, masks = (batch.column(i) for i in range(3))
         for i in range(batch.num_rows):
-            if splits[i].as_py() == DROPPED:
+            if splits[i].as_py() in LEFT_OUT:
                 continue
             tokens = ids[i].values.to_numpy(zero_copy_only=False)
             yield splits[i].as_py(), tokens[masks[i].values.to_numpy(zero_copy_only=False)]

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from eyas.data.dropped import Dropped, judge
 from eyas.data.lengths import SHARES, check_room, length_summary, longest_sample, share_bin, share_summary
 from eyas.data.mix import Mix
 from eyas.data.parts import read_part
-from eyas.data.schema import DROPPED, part_files
+from eyas.data.schema import LEFT_OUT, part_files
 from eyas.data.shapes import Conversation, Message, RowError, answered, asked, read_row
 from eyas.data.sources import Row, count_rows, open_source, refusal
 from eyas.errors import EyasError
@@ -213,7 +214,7 @@ def _harvested(run: RunDir) -> DataEstimate | None:
             table = read_part(file, ["conversation", "rows", "supervised", "split"])
         except EyasError:  # the harvest throws it away and asks its samples again
             continue
-        table = table.filter(pc.not_equal(table["split"], DROPPED))
+        table = table.filter(pc.invert(pc.is_in(table["split"], pa.array(LEFT_OUT))))
         conversations.update(table["conversation"].to_pylist())
         tokens.append(table["rows"].to_numpy() + 1)
         answers.append(table["supervised"].to_numpy())

@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 
 from eyas.data.parts import AGAIN, read_part
-from eyas.data.schema import DROPPED, part_files
+from eyas.data.schema import LEFT_OUT, part_files
 from eyas.errors import EyasError, InputError, ProofError
 from eyas.rundir import RunDir
 from eyas.states.shard import Shard
@@ -97,11 +97,12 @@ class HarvestStore:
         self._table: Recent[int, pa.Table] = Recent(lambda part: read_part(self.parts[part], _HEAVY), OPEN_PARTS)
 
     def samples(self, split: str | None = None) -> list[SampleRef]:
-        """References of one split ("train", "holdout") or of all, in file order. Raises InputError before a harvest."""
+        """References of one split ("train", "holdout") or of all, by id: files have random names, and what is made of
+        the same samples is to be the same. Raises InputError before a harvest."""
         refs = [ref for part in range(len(self.parts)) for ref in self._refs(part) if split in (None, ref.split)]
         if not self.parts:
             raise InputError(f"{self.run.samples} holds no harvested samples", fix="run the harvest stage first")
-        return refs
+        return sorted(refs, key=lambda ref: ref.id)
 
     def layers(self) -> list[int]:
         """The captured layers, ascending; the last one is the state before the final norm."""
@@ -149,5 +150,5 @@ class HarvestStore:
         columns = read_part(self.parts[part], _LIGHT).to_pydict()
         values = zip(*(columns[name] for name in _LIGHT), strict=True)
         for row, (id_, split, prompt, supervised, rows, shard, index) in enumerate(values):
-            if split != DROPPED:
+            if split not in LEFT_OUT:
                 yield SampleRef(id_, split, rows + 1, prompt, supervised, rows, shard, index, part, row)

@@ -1,27 +1,36 @@
-"""Ctrl-C as a wish: the first one is remembered, so that the step in work can end; the second one interrupts."""
+"""The wish to stop: the first signal is remembered, so that the step in work can end; the second one interrupts."""
 
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, what a cluster's scheduler sends before it kills, and a terminal that goes away"""
+
 
 @contextmanager
-def ctrl_c(say: Callable[[str], None]) -> Iterator[threading.Event]:
-    """The event is set by the first Ctrl-C; the second one interrupts at once. Only the main thread can catch it."""
+def wish_to_stop(say: Callable[[str], None]) -> Iterator[threading.Event]:
+    """The event is set by the first signal; the second one does what it did before. Only the main thread can catch
+    them."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def ask(*_: object) -> None:
         asked.set()
         say("train: stopping after this step, with a checkpoint; Ctrl-C again stops at once")
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    signal.signal(signal.SIGINT, ask)
+    for number in SIGNALS:
+        signal.signal(number, ask)
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()

@@ -24,7 +24,7 @@ from eyas.recipe import Recipe
 from eyas.rundir import RunDir
 from eyas.states.store import HarvestStore
 from eyas.target.info import TargetInfo
-from eyas.train.interrupt import ctrl_c
+from eyas.train.interrupt import wish_to_stop
 from eyas.train.packing import check_budget, trainable
 from eyas.train.rank import KINDS, Job, RankError, RankFiles
 
@@ -71,7 +71,7 @@ def train_in_ranks(recipe: Recipe, target: TargetInfo, run: RunDir, progress: Pr
     log = run.logs / "train.log"
     try:
         progress.say(f"train: {ranks} ranks, output in {log}")
-        with ctrl_c(progress.say) as asked, _torchrun(files, ranks, log) as process:
+        with wish_to_stop(progress.say) as asked, _torchrun(files, ranks, log) as process:
             _follow(process, files, progress, asked.is_set)
         counts = _result(files, log, process.returncode)
         if asked.is_set():  # after the last step: everything is kept, but the wish to stop holds

@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
 from eyas.draft.config import aux_layers, draft_config
 from eyas.draft.init import init_drafter, load_drafter
+from eyas.draft.inputs import draft_inputs
 from eyas.draft.loss import loss_config
 from eyas.draft.model import Eagle3Drafter
 from eyas.draft.vocab import Vocab, load_vocab
@@ -25,7 +28,7 @@ from eyas.states.store import HarvestStore, SampleRef
 from eyas.target.info import TargetInfo
 from eyas.train import checkpoints
 from eyas.train.data import AHEAD, Batches, Layout, Reader, layout
-from eyas.train.interrupt import ctrl_c
+from eyas.train.interrupt import wish_to_stop
 from eyas.train.loop import DrafterTrainer, Log, in_bfloat16, training_arguments, training_device
 from eyas.train.memory import Load, check_memory
 from eyas.train.packing import check_budget, make_schedule, pack, rows_of, trainable
@@ -92,7 +95,8 @@ def train(
 
     batches = Batches(read_from, total, part.accumulate)
     batches.start = start
-    with progress.task("train", total=total, unit="steps", done=start) as task, ctrl_c(progress.say) as asked:
+    wish = wish_to_stop(progress.say) if stop is None else nullcontext(threading.Event())  # else the parent tells
+    with progress.task("train", total=total, unit="steps", done=start) as task, wish as asked:
         trainer = DrafterTrainer(
             model,
             training_arguments(part, run.train, total, device),
@@ -179,7 +183,7 @@ def _made_of(recipe: Recipe, target: TargetInfo, vocab: Vocab, refs: Sequence[Sa
         "target": target.fingerprint,
         "data": digest.hexdigest()[:16],
         "vocabulary": vocab.fingerprint,
-        "draft settings": fingerprint(recipe.draft.model_dump(mode="json", by_alias=True)),
+        "draft settings": fingerprint(draft_inputs(recipe.draft)),
         "train settings": fingerprint({k: v for k, v in settings.items() if k not in FREE_TRAIN_SETTINGS}),
         "number of ranks": str(world),
     }
