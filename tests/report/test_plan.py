@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
-from eyas.recipe import Recipe, load_recipe
+from eyas.draft.sizes import layer_sizes, norm_options, weight_shapes
+from eyas.recipe import DraftPart, Recipe, load_recipe
 from eyas.report import plan as plan_module
 from eyas.report.costs import drafter_sizes
 from eyas.report.machine import Gpu, Machine, _visible
@@ -290,9 +292,13 @@ def test_a_start_that_takes_the_residual_elsewhere(tmp_path: Path, config: dict[
     """The weights of both kinds have the same names and shapes."""
     start = tmp_path / "start"
     start.mkdir()
-    (start / "config.json").write_text(json.dumps(config))
-    (start / "model.safetensors").touch()
     same, other = (f"draft.norm_before_residual={x}" for x in (("true", "false") if config else ("false", "true")))
+    target = resolve_target(str(fixtures.llama(tmp_path / "target", tokenizer=True)))
+    part = DraftPart()
+    shapes = weight_shapes(target.hidden_size, layer_sizes(target, part), norm_options(part), layers=1, aux=2)
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, start / "model.safetensors")
+    layer = {"model_type": "llama", "rms_norm_eps": target.rms_norm_eps, "rope_parameters": target.rope_parameters}
+    (start / "config.json").write_text(json.dumps({**layer, **config}))
     assert tiny(tmp_path, *DATA, f"draft.from={start}", same).ok
     (problem,) = tiny(tmp_path, *DATA, f"draft.from={start}", other).problems
     assert f"config.json has norm_before_residual {said}" in problem.message

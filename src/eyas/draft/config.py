@@ -1,32 +1,14 @@
 """The draft model's configuration: speculators' config class from the target's sizes and the recipe's draft part."""
 
-from typing import Any
-
 from speculators import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
 
+from eyas.draft.rope import draft_rope
 from eyas.draft.sizes import aux_layers, layer_sizes, misfits, norm_options
 from eyas.recipe import DraftPart
 from eyas.target.info import TargetInfo
-
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "attention_factor",
-        "truncate",
-    ),
-}
-"""rope types that training (transformers) and serving (vLLM) compute alike for a Llama layer, and their keys"""
 
 
 def draft_config(target: TargetInfo, part: DraftPart, ttt_steps: int) -> Eagle3SpeculatorConfig:
@@ -67,7 +49,7 @@ def _layer_config(target: TargetInfo, part: DraftPart) -> LlamaConfig:
         hidden_act="silu",
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=_rope(target.rope_parameters),
+        rope_parameters=draft_rope(target.rope_parameters),
         attention_bias=False,
         mlp_bias=False,
         tie_word_embeddings=False,
@@ -76,17 +58,3 @@ def _layer_config(target: TargetInfo, part: DraftPart) -> LlamaConfig:
     )
     config._attn_implementation = "eager"  # of speculators' own forward, which serves as the reference in tests
     return config
-
-
-def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The target's rope where both sides compute it alike; else plain rope with the target's base.
-
-    The drafter need not rotate as the target does: it must rotate in service as it did in training. Partial rotary
-    and multimodal sections, which a Llama layer does not have, are left out.
-    """
-    kind = parameters.get("rope_type", "default")
-    theta = parameters["rope_theta"]
-    if kind not in ROPE_KEYS:
-        return {"rope_type": "default", "rope_theta": theta}
-    kept = {k: parameters[k] for k in ROPE_KEYS[kind] if parameters.get(k) is not None}
-    return {"rope_type": kind, "rope_theta": theta, **kept}

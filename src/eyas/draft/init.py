@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
 from eyas.draft.model import Eagle3Drafter
+from eyas.draft.start import WEIGHTS, speculators_name, weight_misfits
 from eyas.draft.vocab import Vocab
 from eyas.errors import EyasError, InputError
 from eyas.target.info import TargetInfo
@@ -63,30 +64,30 @@ def load_drafter(model: Eagle3Drafter, path: Path) -> None:
 
     Its head is taken over only if it has the same draft vocabulary and the head is trained. Raises InputError.
     """
-    weights = path / "model.safetensors"
+    weights = path / WEIGHTS
     if not weights.is_file():
-        raise InputError(f"draft.from: {weights} does not exist", fix="give a directory with one model.safetensors")
+        raise InputError(f"draft.from: {weights} does not exist", fix=f"give a directory with one {WEIGHTS}")
     try:
-        found = {_speculators_name(name): value for name, value in load_file(weights).items()}
+        found = {speculators_name(name): value for name, value in load_file(weights).items()}
     except SafetensorError as e:
-        raise InputError(f"draft.from: {weights} is damaged: {e}") from None
+        again = "copy or download it again, or leave draft.from out"
+        raise InputError(f"draft.from: {weights} is damaged: {e}", fix=again) from None
     wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if "lm_head.weight" in wanted and not _same_vocab(model, found):
         del wanted["lm_head.weight"]
-    wrong = [
-        f"{name} is {'missing' if name not in found else list(found[name].shape)}, expected {list(p.shape)}"
-        for name, p in wanted.items()
-        if name not in found or found[name].shape != p.shape
-    ]
-    if wrong:
-        raise InputError(
-            f"draft.from: {weights} does not fit the recipe: {'; '.join(wrong[:4])}",
-            fix="set draft.preset, draft.layers, draft.aux_layers and the head sizes to that drafter's",
-        )
+    shapes = ({name: value.shape for name, value in tensors.items()} for tensors in (found, wanted))
+    for wrong in weight_misfits(weights, *shapes):
+        raise wrong
     with torch.no_grad():
         for name, p in wanted.items():
             p.copy_(found[name])
-    check_finite(model)
+    bad = [name for name, p in wanted.items() if not bool(torch.isfinite(p).all())]
+    if bad:
+        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+        raise InputError(
+            f"draft.from: {weights} holds NaN or infinite values in {', '.join(bad[:4])}{more}",
+            fix="start from another drafter or an earlier checkpoint of it, or leave draft.from out",
+        )
 
 
 def check_finite(model: Eagle3Drafter) -> None:
@@ -106,10 +107,6 @@ def _fill(parameter: torch.Tensor, value: torch.Tensor, name: str, target: Targe
         raise EyasError(f"{target.path}: the target's tensor for {name} holds NaN or infinite values")
     with torch.no_grad():
         parameter.copy_(value)
-
-
-def _speculators_name(name: str) -> str:
-    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
 
 def _same_vocab(model: Eagle3Drafter, found: dict[str, torch.Tensor]) -> bool:

@@ -58,6 +58,37 @@ def _head_dim(target: TargetInfo, heads: int, own_heads: bool) -> int:
     return size
 
 
+def weight_shapes(
+    hidden: int, sizes: LayerSizes, norms: NormOptions, *, layers: int, aux: int, target_hidden: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the drafter's own weights ([out, in]) under speculators' names; not of head and embedding."""
+    given, inner = target_hidden or hidden, sizes.intermediate_size
+    queries, keys = sizes.heads * sizes.head_dim, sizes.key_value_heads * sizes.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, aux * given),
+        "norm.weight": (hidden,),
+        "layers.0.hidden_norm.weight": (hidden,),
+    }
+    for i in range(layers):
+        width = 2 * hidden if i == 0 else hidden  # the first layer sees embedding and state side by side
+        shapes |= {
+            f"layers.{i}.input_layernorm.weight": (hidden,),
+            f"layers.{i}.post_attention_layernorm.weight": (hidden,),
+            f"layers.{i}.self_attn.q_proj.weight": (queries, width),
+            f"layers.{i}.self_attn.k_proj.weight": (keys, width),
+            f"layers.{i}.self_attn.v_proj.weight": (keys, width),
+            f"layers.{i}.self_attn.o_proj.weight": (hidden, queries),
+            f"layers.{i}.mlp.gate_proj.weight": (inner, hidden),
+            f"layers.{i}.mlp.up_proj.weight": (inner, hidden),
+            f"layers.{i}.mlp.down_proj.weight": (hidden, inner),
+        }
+    if norms.norm_before_fc:
+        shapes["input_norm.weight"] = (aux * given,)
+    if norms.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (given,) for i in range(aux)}
+    return shapes
+
+
 def aux_layers(target: TargetInfo, part: DraftPart) -> list[int]:
     """The target layers whose states the drafter reads (k: after k layers), ascending.
 

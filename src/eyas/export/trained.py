@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
+from eyas.draft.sizes import LayerSizes, NormOptions, weight_shapes
 from eyas.errors import EyasError, InputError
 from eyas.recipe import EnginePart
 from eyas.target.info import TargetInfo
@@ -80,36 +81,19 @@ def read_trained(directory: Path, target: TargetInfo) -> Trained:
 def expected_shapes(config: Eagle3SpeculatorConfig, target_vocab: int) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor, under speculators' names. Weights are [out, in]."""
     layer: Any = config.transformer_layer_config
-    hidden, inner = layer.hidden_size, layer.intermediate_size
-    queries = layer.num_attention_heads * layer.head_dim
-    keys = layer.num_key_value_heads * layer.head_dim
-    aux = len(config.eagle_aux_hidden_state_layer_ids or [])
-    target_hidden = config.target_hidden_size or hidden
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, aux * target_hidden),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (config.draft_vocab_size, hidden),
-        "layers.0.hidden_norm.weight": (hidden,),
-    }
-    for i in range(layer.num_hidden_layers):
-        width = 2 * hidden if i == 0 else hidden
-        shapes |= {
-            f"layers.{i}.input_layernorm.weight": (hidden,),
-            f"layers.{i}.post_attention_layernorm.weight": (hidden,),
-            f"layers.{i}.self_attn.q_proj.weight": (queries, width),
-            f"layers.{i}.self_attn.k_proj.weight": (keys, width),
-            f"layers.{i}.self_attn.v_proj.weight": (keys, width),
-            f"layers.{i}.self_attn.o_proj.weight": (hidden, queries),
-            f"layers.{i}.mlp.gate_proj.weight": (inner, hidden),
-            f"layers.{i}.mlp.up_proj.weight": (inner, hidden),
-            f"layers.{i}.mlp.down_proj.weight": (hidden, inner),
-        }
+    sizes = LayerSizes(layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, layer.intermediate_size)
+    norms = NormOptions(config.norm_before_residual, config.norm_before_fc, config.norm_output, config.fc_norm)
+    shapes = weight_shapes(
+        layer.hidden_size,
+        sizes,
+        norms,
+        layers=layer.num_hidden_layers,
+        aux=len(config.eagle_aux_hidden_state_layer_ids or []),
+        target_hidden=config.target_hidden_size,
+    )
+    shapes["lm_head.weight"] = (config.draft_vocab_size, layer.hidden_size)
     if config.draft_vocab_size != target_vocab:
         shapes |= {"d2t": (config.draft_vocab_size,), "t2d": (target_vocab,)}
-    if config.norm_before_fc:
-        shapes["input_norm.weight"] = (aux * target_hidden,)
-    if config.fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(aux)}
     return shapes
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas.draft.sizes import misfits
+from eyas.draft.start import start_problems
 from eyas.export.limits import format_misfits
 from eyas.recipe import EnginePart, Recipe
 from eyas.report.costs import TrainingMemory
@@ -96,9 +97,9 @@ def _target_problems(recipe: Recipe, target: TargetInfo) -> list[Problem]:
 
 def _draft_problems(recipe: Recipe, target: TargetInfo) -> list[Problem]:
     wrong = [*misfits(target, recipe.draft), *format_misfits(recipe, target)]
+    if recipe.draft.from_ is not None and not wrong:
+        wrong = start_problems(Path(recipe.draft.from_), target, recipe.draft)
     found = [Problem(e.message, e.fix or "correct it") for e in wrong]
-    if recipe.draft.from_ is not None:
-        found += _start_problems(Path(recipe.draft.from_), recipe.draft.norm_before_residual)
     if recipe.data.max_length > target.max_position_embeddings:
         found.append(
             Problem(
@@ -108,28 +109,6 @@ def _draft_problems(recipe: Recipe, target: TargetInfo) -> list[Problem]:
             )
         )
     return found
-
-
-def _start_problems(start: Path, wanted: bool) -> list[Problem]:
-    """Of `draft.from`: weights say nothing about where the residual is taken, so its config must."""
-    config = read_json_object(start / "config.json")
-    if config is None or not (start / "model.safetensors").is_file():
-        return [
-            Problem(
-                f"draft.from: {start} holds no drafter (config.json, model.safetensors)",
-                "name the directory of a drafter, e.g. RUN_DIR/drafter/vllm",
-            )
-        ]
-    found = config.get("norm_before_residual", False)  # absent: false, to speculators' class and to the engines
-    if found == wanted:
-        return []
-    return [
-        Problem(
-            f"draft.from: {start / 'config.json'} has norm_before_residual {str(found).lower()}, "
-            f"the recipe's drafter {str(wanted).lower()}",
-            f"set draft.norm_before_residual: {str(found).lower()}",
-        )
-    ]
 
 
 def _memory_problems(recipe: Recipe, target: TargetInfo, machine: Machine, memory: TrainingMemory) -> list[Problem]:
