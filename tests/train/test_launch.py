@@ -141,6 +141,54 @@ def test_a_ranks_error_is_one_message(tmp_path, monkeypatch, raised, kind, messa
     assert str(e.value).startswith(message)
 
 
+SAID = """Failures:
+[1]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -{number} (pid: 5974)  (SIG)
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 5973)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "errors", "said"),
+    [
+        (
+            9,
+            [RuntimeError("Read error: Connection reset by peer. GLHF!")],
+            "training rank 1 was killed (signal 9, SIGKILL)",
+        ),
+        (11, [RuntimeError("Read error")], "training rank 1 was killed (signal 11, SIGSEGV)"),
+        (6, [], "training rank 1 was killed (signal 6, SIGABRT)"),
+        (6, [ValueError("odd")], "a training rank ended with ValueError: odd"),
+        (9, [ProofError("not finite")], "not finite"),
+    ],
+)
+def test_a_killed_rank_is_told_before_the_connection_that_others_lost(tmp_path, number, errors, said):
+    files, log = rank.RankFiles(tmp_path), tmp_path / "train.log"
+    log.write_text(SAID.format(number=number))
+    for error in errors:
+        files.write_error(0, error)
+    with pytest.raises(EyasError) as e:
+        launch._result(files, log, 1)
+    assert e.value.message == said
+    if "killed" in said:
+        assert "the same command continues from the last checkpoint" in str(e.value.fix)
+        assert ("out of memory" in str(e.value.fix)) == (number == 9)
+
+
+def test_kill_9_of_a_rank_is_what_is_told(tmp_path: Path) -> None:
+    run, _ = tiny_run(tmp_path / "run")
+    process = start(run.root)
+    until(lambda: len(log(run)) > 2)
+    os.kill(max(ranks_of(run.root)), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "was killed (signal 9, SIGKILL)" in err
+
+
 def test_more_ranks_than_gpus_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     recipe, target = tiny_recipe(tmp_path), tiny_target(tmp_path / "target")

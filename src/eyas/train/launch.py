@@ -5,11 +5,13 @@ The ranks and all that they start end with this process, also on Ctrl-C and by k
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from eyas.train.packing import check_budget, trainable
 from eyas.train.rank import KINDS, Job, RankError, RankFiles
 
 POLL_SECONDS = 0.1
+_ENDED_BY = re.compile(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) ", re.MULTILINE)
+"""in what torchrun says at its end of the ranks that failed by themselves"""
 
 
 def train_stage(
@@ -124,6 +128,9 @@ def _follow(process: subprocess.Popen[bytes], files: RankFiles, progress: Progre
 
 def _result(files: RankFiles, log: Path, code: int) -> dict[str, Any]:
     errors = files.errors()
+    killed = None if any(e.kind in KINDS for e in errors) else _killed(log, [signal.SIGABRT] if errors else [])
+    if killed is not None:
+        raise killed
     if errors:
         raise _raised(errors, log)
     if not files.result.exists():
@@ -136,6 +143,24 @@ def _result(files: RankFiles, log: Path, code: int) -> dict[str, Any]:
     if counts is None:
         raise KeyboardInterrupt
     return counts
+
+
+def _killed(log: Path, secondary: Sequence[int]) -> EyasError | None:
+    """Of a rank that a signal ended: it leaves no error, and those of the others are about their lost connection.
+
+    secondary: signals that a library may raise because of another rank's error.
+    """
+    found = _ENDED_BY.findall(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
+    ended = [(int(rank), int(number)) for rank, number in found if int(number) not in secondary]
+    if not ended:
+        return None
+    rank, number = ended[0]
+    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+    why = "the machine may have run out of memory" if number == signal.SIGKILL else f"look at {log}"
+    return EyasError(
+        f"training rank {rank} was killed (signal {number}, {name})",
+        fix=f"{why}; the same command continues from the last checkpoint, if there is one",
+    )
 
 
 def _raised(errors: list[RankError], log: Path) -> EyasError:
