@@ -6,16 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from eyas.data import harvest as module
 from eyas.data.harvest import COMPLETE, REPRODUCED, harvest
+from eyas.data.parts import write_part
 from eyas.data.prepare import prepare
 from eyas.data.schema import HARVESTED, part_files
 from eyas.engine.base import Engine, Request
-from eyas.errors import EngineError, InputError, ProofError
+from eyas.errors import EngineError, EyasError, InputError, ProofError
 from eyas.progress import Progress
 from eyas.recipe import Recipe
 from eyas.rundir import RunDir
@@ -130,7 +132,7 @@ def test_shards_in_another_runs_directory_stay_there(
     for said in (f"in {(other / inner).resolve()}, which", f"the run {other}", str(b.run.states), "`eyas plan RECIPE`"):
         assert said in str(e.value)
     assert not b.rows()
-    assert not list(b.run.states.iterdir())
+    assert not part_files(b.run.samples)
 
 
 @pytest.mark.parametrize("inner", ["elsewhere", "run/elsewhere"])
@@ -212,6 +214,41 @@ def test_a_grown_limit_asks_only_for_the_new_ones_and_moves_splits(bench: Callab
     counts = b.harvest(engine)
     assert engine.opened == 0
     assert counts["samples"] == 5
+    assert len(HarvestStore(b.run).samples()) == 5
+    b.prepare(limit=40)  # the others were kept, unused
+    assert b.harvest(engine)["samples"] == 40
+    assert engine.opened == 0
+    assert {r["conversation"]: r["split"] for r in b.rows()} == prepared
+
+
+def test_a_server_of_another_precision_is_refused(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    part = b.recipe.engine.model_copy(update={"dtype": "bfloat16"})
+    b.recipe = b.recipe.model_copy(update={"engine": part})
+    with pytest.raises(InputError, match=r"computes in float32, expected bfloat16 \(engine\.dtype\)"):
+        b.harvest(b.engine())
+    assert not part_files(b.run.samples)
+
+
+def test_turns_after_an_answer_that_is_dropped_are_kept_unused(bench: Callable[..., Bench]) -> None:
+    b = bench(n=6, turns=2, max_tokens=5)
+    b.harvest(b.engine(stop_after=lambda r: 4))
+    whole = b.rows()
+    assert len(whole) == 12
+    for part in part_files(b.run.samples):  # as if every first answer had been cut
+        table = pq.read_table(part)
+        reasons = ["length" if turn == 0 else "stop" for turn in table["turn"].to_pylist()]
+        column = table.schema.get_field_index("finish_reason")
+        write_part(table.set_column(column, table.schema.field(column), pa.array(reasons)), part)
+    b.prepare(cut_answers="drop")
+    engine = b.engine()
+    with pytest.raises(EyasError, match="all 6 answers were dropped"):
+        b.harvest(engine)
+    assert [r["split"] for r in b.rows()] == ["dropped", "unused"] * 6
+    b.prepare(cut_answers="keep")
+    assert b.harvest(engine)["samples"] == 12
+    assert engine.opened == 0
+    assert [r["split"] for r in b.rows()] == [r["split"] for r in whole]
 
 
 def test_other_settings_are_not_mixed(bench: Callable[..., Bench]) -> None:

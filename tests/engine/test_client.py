@@ -36,7 +36,7 @@ def echo(body: dict[str, Any]) -> tuple[int, Any]:
 class Fake:
     """Answers POST /v1/completions with `answer`; remembers what was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.answer: Answer = echo
         self.models: tuple[int, Any] = (200, {"data": [{"id": "m"}]})
         self.bodies: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ class Fake:
             def handle_error(self, *args: object) -> None:
                 return  # a client that went away
 
-        self.server = Server(("127.0.0.1", 0), Handler)
+        self.server = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
@@ -181,6 +181,40 @@ def test_a_given_server_that_is_away_for_a_while_pauses_the_job(fake: Fake) -> N
     assert len(said) == 2
     assert said[0].startswith(f"{fake.url} does not answer (")
     assert said[1] == f"{fake.url} answers again"
+
+
+def test_a_server_that_was_told_to_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no new connections and keeps the open ones without answering; then another one is there."""
+    monkeypatch.setattr(vllm_client, "KNOCK_SECONDS", 0.1)
+    first = Fake()
+    port, asked_first, forever = first.server.server_address[1], threading.Event(), threading.Event()
+
+    def never(body: dict[str, Any]) -> tuple[int, Any]:
+        asked_first.set()
+        forever.wait(30)
+        raise ConnectionError
+
+    first.answer = never
+
+    def restart() -> None:
+        asked_first.wait(30)
+        first.server.shutdown()
+        first.server.server_close()
+        time.sleep(0.8)
+        later.append(Fake(port))
+
+    later: list[Fake] = []
+    operator = threading.Thread(target=restart)
+    operator.start()
+    given = [GivenServer(first.url, "k")]
+    try:
+        got = list(vllm_run.generate(given, asked(6), GREEDY, 2, False, patience=30))
+        assert {c.id for c in got} == {f"r{i}" for i in range(6)}
+    finally:
+        forever.set()
+        operator.join()
+        later[0].server.shutdown()
+        later[0].server.server_close()
 
 
 def test_one_lost_connection_is_nothing_to_speak_of(fake: Fake) -> None:

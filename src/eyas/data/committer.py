@@ -15,11 +15,14 @@ from eyas.data.repetition import looped_tokens
 from eyas.data.schema import DROPPED
 from eyas.data.wanted import Wanted
 from eyas.engine.base import Completion
-from eyas.errors import EyasError
+from eyas.engine.vllm_server import LAUNCH_LINE
+from eyas.errors import EyasError, InputError
 from eyas.files import sync_dir, written_aside
 from eyas.states.shard import Shard, ShardSample, write_shard
 
 STORED = {"engine": None, "bf16": torch.bfloat16, "f32": torch.float32}
+COMPUTED = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""engine.dtype; auto is the engine's to choose"""
 
 
 @dataclass
@@ -55,14 +58,18 @@ class Committer:
         dtype: str,
         wanted: Wanted = Wanted(),  # noqa: B008 - immutable
         stop_ids: frozenset[int] = frozenset(),
+        computed: str = "auto",
     ) -> None:
         self._committed, self._teacher, self._hidden = committed, teacher, hidden
         self._wanted, self._stop_ids = wanted, stop_ids
-        self._dtype = STORED[dtype]
+        self._dtype, self._computed = STORED[dtype], COMPUTED[computed]
         self._states = committed.run.states
 
     def settle(self, path: Path, completions: list[tuple[Completion, Asked]]) -> Settled:
-        """Checks every sample, stores the good ones' states as the recipe asks, proves and commits them."""
+        """Checks every sample, stores the good ones' states as the recipe asks, proves and commits them.
+
+        Raises InputError for a shard that the server which the recipe means would not write.
+        """
         result = Settled()
         try:
             shard = Shard(path)
@@ -70,10 +77,9 @@ class Committer:
             result.bad = {c.id: e.message for c, _ in completions}
             path.unlink(missing_ok=True)
             return result
-        if shard.layers != self._committed.layers:
-            wrong = f"states of layers {shard.layers}, expected {self._committed.layers}"
-            result.bad = {c.id: wrong for c, _ in completions}
-            return result
+        if (other := self._other_server(shard)) is not None:
+            path.unlink(missing_ok=True)
+            raise InputError(f"the server {other}", fix=f"start it with {LAUNCH_LINE}")
         good: list[_Good] = []
         ordered = sorted(completions, key=lambda item: item[0].captured.index if item[0].captured else -1)
         for completion, asked in ordered:
@@ -89,6 +95,15 @@ class Committer:
         else:
             path.unlink(missing_ok=True)
         return result
+
+    def _other_server(self, shard: Shard) -> str | None:
+        layers, computed = self._committed.layers, shard.sample(0).states.dtype
+        if shard.layers != layers:
+            return f"captures layers {shard.layers}, expected {layers}"
+        if self._computed not in (None, computed):
+            names = [str(dtype).removeprefix("torch.") for dtype in (computed, self._computed)]
+            return f"computes in {names[0]}, expected {names[1]} (engine.dtype)"
+        return None
 
     def _check(self, shard: Shard, completion: Completion, asked: Asked, result: Settled) -> _Good | str:
         """The sample's states as they will be stored with its row, or why they are not its states."""

@@ -216,7 +216,8 @@ class _Work:
             self.teacher = Teacher(self.target)
         stored, wanted = self.recipe.states.dtype, Wanted.of(self.recipe.data)
         stop_ids = frozenset(self.target.eos_token_ids)
-        return Committer(self.committed, self.teacher, self.target.hidden_size, stored, wanted, stop_ids)
+        computed = self.recipe.engine.dtype
+        return Committer(self.committed, self.teacher, self.target.hidden_size, stored, wanted, stop_ids, computed)
 
     def finish(self) -> dict[str, Any]:
         """Writes the proofs and what was left out; returns the counts. Raises ProofError when too many are bad."""

@@ -166,6 +166,8 @@ class Filer:
                     for f, t in shard.samples
                 ]
                 capture_writer.write(shard.path, self._settings.layers, layout.hidden, layout.dtype, entries)
+            except OSError as e:
+                capture_writer.write_error(shard.path, f"{os.path.dirname(shard.path)}: {e}")
             except Exception as e:  # noqa: BLE001
                 capture_writer.write_error(shard.path, str(e) or repr(e))
             for _, taken in shard.samples:

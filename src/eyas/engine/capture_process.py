@@ -5,6 +5,7 @@ looked at when the next one comes. A full ring slows the engine and loses nothin
 """
 
 import contextlib
+import logging
 import os
 import pickle
 import subprocess
@@ -23,6 +24,7 @@ from eyas.engine.capture_ring import Layout, Ring
 from eyas.engine.capture_sizes import RING
 from eyas.engine.capture_steps import Books, Scheduled, Step
 
+_log = logging.getLogger("vllm.eyas")  # below vLLM's own, so that it is in the server's log
 _START_SECONDS = 60.0
 _STOP_SECONDS = 60.0
 _END_SECONDS = 5.0
@@ -148,12 +150,12 @@ class FilingProcess:
             self._process.wait(_END_SECONDS)
         code = self._process.returncode
         with self._lock:
-            self._failure = self._failure or (
-                f"eyas capture: the process that files states ended (exit code {code}; -9 may be want of memory); "
-                "restart the server"
-            )
-            failure = self._failure
-        self._tell(failure)
+            if self._failure is None:
+                self._failure = (
+                    f"eyas capture: the process that files states ended (exit code {code}; -9 may be want of memory)"
+                )
+                _log.error("%s; no states are kept until this server is started again", self._failure)
+        self._tell(self._failure)
 
     def _tell(self, failure: str) -> None:
         with self._lock:

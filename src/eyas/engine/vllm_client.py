@@ -1,8 +1,9 @@
 """One vLLM server as a client sees it: its connections, how it is asked, and what is tried again."""
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import httpx
@@ -18,6 +19,8 @@ REPLY_SECONDS = 3600.0
 _ATTEMPTS = 5
 IDLE_SECONDS = 2.0
 """longest rest of a connection that is used again: vLLM closes one after 5 s, perhaps while a request is on its way"""
+KNOCK_SECONDS = 5.0
+"""how often a server that owes answers is asked for a new connection"""
 _ADDRESS = f"correct engine.urls: scheme, host and port of a server that runs; {LAUNCH_LINE} starts one"
 _AGAIN = "start it again, then give the same command: it continues where it stopped"
 _KEY = (
@@ -48,6 +51,7 @@ class Client:
         self._patience, self._say = patience, say
         self._away_since: float | None = None
         self._told = False
+        self._owed: set[asyncio.Task[httpx.Response]] = set()
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -90,6 +94,29 @@ class Client:
         finally:
             self.in_flight -= 1
         return vllm_reply.completion(request, reply, self._capture)
+
+    async def knock(self) -> None:
+        """Until it is cancelled: gives up the requests that a server owes which takes no new connections. One that was
+        told to end stops its engine, and waits for ever for connections that it will not answer."""
+        url = httpx.URL(self.endpoint.url)
+        port = url.port or {"http": 80, "https": 443}[url.scheme]
+        refused = 0
+        while True:
+            await asyncio.sleep(KNOCK_SECONDS)
+            if not self._owed:
+                continue
+            try:
+                async with asyncio.timeout(KNOCK_SECONDS):
+                    _, writer = await asyncio.open_connection(url.host, port)
+                writer.close()
+                refused = 0
+            except ConnectionRefusedError:
+                refused += 1
+            except OSError:  # also when it was too busy to answer in time
+                continue
+            if refused > 1:
+                for task in self._owed:
+                    task.cancel()
 
     def _body(self, request: Request) -> dict[str, Any]:
         s = self._sampling
@@ -158,10 +185,24 @@ class Client:
             return EngineError(message)
         return EngineError(message, fix=fix) if self._model else GivenServerError(message, fix=fix)
 
+    async def _answer(self, asking: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+        """Raises httpx.ConnectError when `knock` gave it up."""
+        task = asyncio.create_task(asking)
+        self._owed.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                raise
+            raise httpx.ConnectError("it takes no new connections, and left a request without an answer") from None
+        finally:
+            self._owed.discard(task)
+
     async def _once(self, method: str, path: str, body: dict[str, Any] | None, what: str) -> Any:
         try:
             async with self._connection() as http:
-                reply = await http.request(method, path, json=body)
+                reply = await self._answer(http.request(method, path, json=body))
         except httpx.TransportError as e:
             self.endpoint.check()  # a dead server is not tried again
             if self._model and self._patience > 0 and self._away_since is None:  # it has answered before

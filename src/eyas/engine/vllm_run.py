@@ -20,6 +20,10 @@ SHARD_SECONDS = 120.0
 _OUTSTANDING = 8
 """requests begun but not yet handed to the caller, as a multiple of the concurrency"""
 _POLL_SECONDS = 0.02
+_MEND = (
+    "mend what it says, then give the same command again: it continues (a server of engine.urls whose filing process "
+    "ended must be started again first)"
+)
 
 
 def generate(
@@ -110,11 +114,13 @@ class _Run:
             for client in self._endpoints:
                 await stack.enter_async_context(client.opened())
             async with asyncio.TaskGroup() as group:
-                watch = group.create_task(self._watch())
+                watching = [group.create_task(self._watch())]
+                watching += [group.create_task(client.knock()) for client in self._endpoints]
                 async with asyncio.TaskGroup() as work:
                     for _ in range(self._concurrency):
                         work.create_task(self._work(work))
-                watch.cancel()
+                for task in watching:
+                    task.cancel()
 
     async def _forget_shards(self) -> None:
         """Those that are still awaited when the run ends early."""
@@ -154,7 +160,9 @@ async def _wait_for(path: Path) -> None:
     end = asyncio.get_running_loop().time() + SHARD_SECONDS
     while not path.exists():
         if error.exists():
-            raise EngineError(f"hidden states were not written: {error.read_text(encoding='utf-8')}")
+            why = error.read_text(encoding="utf-8")
+            error.unlink(missing_ok=True)
+            raise EngineError(f"hidden states were not written: {why}", fix=_MEND)
         if asyncio.get_running_loop().time() > end:
             raise EngineError(
                 f"the shard {path} did not appear within {SHARD_SECONDS:.0f} s",
