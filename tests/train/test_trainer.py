@@ -303,11 +303,15 @@ def test_a_step_that_is_not_finite_stops_before_the_optimizer(fresh):
     tensors = load_file(shard)
     tensors["states"][:, 0, 3] = float("nan")
     save_file(tensors, shard, about)
-    with pytest.raises(ProofError, match=r"training step 3 \(epoch 1\).*not finite.*fc\.weight.*samples part-0-"):
+    with pytest.raises(ProofError, match=r"training step 3 \(epoch 1\).*not finite.*fc\.weight.*samples part-0-") as e:
         go(fresh, epochs=1, save_every=1, keep=9)
+    assert str(e.value.fix).endswith("; checkpoint-2 is still good")
     assert [c.step for c in checkpoints.whole_checkpoints(run.train)] == [1, 2]
     after = load_file(run.train / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(after[n], before[n]) for n in before)
+    shutil.rmtree(run.train)
+    with pytest.raises(ProofError, match=r"(?s)training step 1 .*; there is no checkpoint yet$"):
+        go(fresh, epochs=1)
 
 
 @pytest.mark.parametrize(

@@ -194,11 +194,13 @@ class DrafterTrainer(Trainer):
         every = self._gathered((wrong, step.ids))
         ids = [i for wrong, ids in every if wrong for i in ids] or [i for _, ids in every for i in ids]
         done = self.state.global_step
+        kept = checkpoints.whole_checkpoints(Path(str(self.args.output_dir)))
+        left = f"{kept[-1].path.name} is still good" if kept else "there is no checkpoint yet"
         raise ProofError(
             f"training step {done + 1} (epoch {self.schedule.epoch_of(done) + 1}): the loss or its gradient is not "
             f"finite; loss sums by TTT step {self._counts.loss.tolist()}, gradients not finite in "
             f"{', '.join(bad[:3]) or 'none'}; samples {', '.join(ids[:8])}. No weight was changed by this step",
-            fix="lower train.lr or train.clip, or look at these samples' states; the last checkpoint is still good",
+            fix=f"lower train.lr or train.clip, or look at these samples' states; {left}",
         )
 
     def _gathered(self, own: tuple[bool, list[str]]) -> list[tuple[bool, list[str]]]:
