@@ -21,6 +21,7 @@ from eyas.report import plan as plan_module
 from eyas.report.costs import drafter_sizes
 from eyas.report.machine import Gpu, Machine, _visible
 from eyas.report.plan import Plan, build_plan, print_plan
+from eyas.rundir import RunDir, StageRecord
 from eyas.target.resolve import resolve_target
 from target import fixtures, real_configs
 from target.skeleton import dense_skeleton, gpt_oss_skeleton, kimi_k25_real_size
@@ -325,6 +326,22 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "this_machine", lambda run_dir: replace(LARGE, disk_free=10_000))
     plan = tiny(tmp_path, *DATA)
     assert [p for p in plan.problems if "not enough disk" in p.message and "data.limit" in p.fix]
+
+
+def test_disk_for_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states are there: of fewer prompts, nothing would become smaller."""
+    monkeypatch.setattr(plan_module, "this_machine", lambda run_dir: replace(LARGE, disk_free=10_000))
+    run = RunDir(tmp_path / "run")
+    run.previous.mkdir(parents=True)
+    run.write_record("harvest", StageRecord("f", "done"))
+    common = (*DATA, "train.keep=3")
+    (problem,) = tiny(tmp_path, *common).problems
+    assert problem.fix == (
+        f"set train.keep below 3, delete what you do not need of {run.previous}, or put run_dir on a larger disk"
+    )
+    run.previous.rmdir()
+    (problem,) = tiny(tmp_path, *DATA, "train.keep=1").problems
+    assert problem.fix == "put run_dir on a larger disk"
 
 
 def test_conversations_of_several_turns_and_kept_answers(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from eyas.draft.sizes import misfits
 from eyas.draft.start import start_problems
 from eyas.export.limits import format_misfits
-from eyas.recipe import EnginePart, Recipe
+from eyas.recipe import EnginePart, Recipe, TrainPart
 from eyas.report.costs import TrainingMemory
 from eyas.report.machine import Machine
 from eyas.rundir import RunDir
@@ -37,7 +37,7 @@ def find_problems(
         *_draft_problems(recipe, target),
         *_memory_problems(recipe, target, machine, memory),
         *_window_problems(recipe),
-        *_disk_problems(machine, states_bytes, checkpoint_bytes, run),
+        *_disk_problems(machine, states_bytes, checkpoint_bytes, run, recipe.train),
     ]
 
 
@@ -150,17 +150,25 @@ def _window_problems(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def _disk_problems(machine: Machine, states: int | None, checkpoints: int, run: RunDir) -> list[Problem]:
-    of_harvest, of_training = _stored(run.states, "*.safetensors"), _stored(run.train, "**/*.safetensors")
-    need = max(0, (states or 0) - of_harvest) + max(0, checkpoints - of_training)
-    if need <= machine.disk_free:
+def _disk_problems(
+    machine: Machine, states: int | None, checkpoints: int, run: RunDir, train: TrainPart
+) -> list[Problem]:
+    more_states = max(0, (states or 0) - _stored(run.states, "*.safetensors"))
+    more_checkpoints = max(0, checkpoints - _stored(run.train, "**/*.safetensors"))
+    if more_states + more_checkpoints <= machine.disk_free:
         return []
+    harvest = run.record("harvest")
+    harvested = not more_states or (harvest is not None and harvest.status == "done")
+    ways = [] if harvested else ["set data.limit", "set a smaller engine.sampling.max_tokens"]
+    if more_checkpoints and train.keep > 1:
+        ways.append(f"set train.keep below {train.keep}")
+    kept = [place for d in (run.root, run.samples, run.states) if (place := d / run.previous.name).is_dir()]
+    ways += [f"delete what you do not need of {', '.join(map(str, kept))}"] * bool(kept)
     return [
         Problem(
             f"not enough disk: hidden states ({size(states or 0)}) and checkpoints ({size(checkpoints)}) need "
-            f"{size(need)} more, "
-            f"{size(machine.disk_free)} are free at {run.root}",
-            "set data.limit, a smaller engine.sampling.max_tokens, or run_dir on a larger disk",
+            f"{size(more_states + more_checkpoints)} more, {size(machine.disk_free)} are free at {run.root}",
+            ", ".join([*ways, "or put run_dir on a larger disk" if ways else "put run_dir on a larger disk"]),
         )
     ]
 
