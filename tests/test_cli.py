@@ -1,6 +1,8 @@
 """The command line: exit codes and messages of bad input, help with examples, JSON errors."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -208,3 +210,9 @@ def test_a_directory_of_another_target(tmp_path: Path, smollm2: Path) -> None:
     result = invoke("prepare", recipe(tmp_path, smollm2))
     assert result.exit_code == 2
     assert "belongs to the target /models/other" in result.stderr
+
+
+@pytest.mark.parametrize("module", ["eyas", "eyas.cli"])
+def test_as_a_module(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "plan", "none.yaml"], capture_output=True, text=True)
+    assert (done.returncode, "error: no recipe file none.yaml" in done.stderr) == (2, True)

@@ -399,3 +399,7 @@ def _interrupt(signum: int, frame: object) -> None:
 
 def main() -> None:
     app()
+
+
+if __name__ == "__main__":
+    main()
