@@ -3,9 +3,12 @@
 import csv
 import io
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -342,6 +345,19 @@ def test_disk_for_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run.previous.rmdir()
     (problem,) = tiny(tmp_path, *DATA, "train.keep=1").problems
     assert problem.fix == "put run_dir on a larger disk"
+
+
+def test_states_on_a_disk_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        if os.stat(other).st_dev == tmp_path.stat().st_dev:
+            pytest.skip("/dev/shm is no file system of its own here")
+        run = RunDir(tmp_path / "run")
+        run.root.mkdir()
+        run.states.symlink_to(other)
+        assert tiny(tmp_path, *DATA).ok
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10_000, 0, 10_000))
+        (problem,) = tiny(tmp_path, *DATA).problems
+        assert problem.message.endswith(f"are free at {run.states}")
 
 
 def test_conversations_of_several_turns_and_kept_answers(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Every reason why a planned run cannot work, each with its fix."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,19 +156,25 @@ def _disk_problems(
 ) -> list[Problem]:
     more_states = max(0, (states or 0) - _stored(run.states, "*.safetensors"))
     more_checkpoints = max(0, checkpoints - _stored(run.train, "**/*.safetensors"))
-    if more_states + more_checkpoints <= machine.disk_free:
+    needs = [(run.root, machine.disk_free, more_states + more_checkpoints)]
+    if run.states.is_dir() and run.states.stat().st_dev != run.root.stat().st_dev:  # states/ lies on a disk of its own
+        free = shutil.disk_usage(run.states).free
+        needs = [(run.states, free, more_states), (run.root, machine.disk_free, more_checkpoints)]
+    short = [need for need in needs if need[2] > need[1]]
+    if not short:
         return []
+    place, free, need = short[0]
     harvest = run.record("harvest")
     harvested = not more_states or (harvest is not None and harvest.status == "done")
     ways = [] if harvested else ["set data.limit", "set a smaller engine.sampling.max_tokens"]
     if more_checkpoints and train.keep > 1:
         ways.append(f"set train.keep below {train.keep}")
-    kept = [place for d in (run.root, run.samples, run.states) if (place := d / run.previous.name).is_dir()]
+    kept = [d / run.previous.name for d in (run.root, run.samples, run.states) if (d / run.previous.name).is_dir()]
     ways += [f"delete what you do not need of {', '.join(map(str, kept))}"] * bool(kept)
     return [
         Problem(
             f"not enough disk: hidden states ({size(states or 0)}) and checkpoints ({size(checkpoints)}) need "
-            f"{size(more_states + more_checkpoints)} more, {size(machine.disk_free)} are free at {run.root}",
+            f"{size(need)} more, {size(free)} are free at {place}",
             ", ".join([*ways, "or put run_dir on a larger disk" if ways else "put run_dir on a larger disk"]),
         )
     ]

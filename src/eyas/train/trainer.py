@@ -22,7 +22,7 @@ from eyas.draft.vocab import Vocab, load_vocab
 from eyas.errors import InputError, ProofError
 from eyas.files import fingerprint
 from eyas.progress import Progress
-from eyas.recipe import FREE_TRAIN_SETTINGS, Recipe
+from eyas.recipe import FREE_TRAIN_SETTINGS, Recipe, TrainPart
 from eyas.rundir import Proof, RunDir
 from eyas.states.store import HarvestStore, SampleRef
 from eyas.target.info import TargetInfo
@@ -119,14 +119,16 @@ def train(
     weights = final_weights(model)
     if not rank:
         names = [n for n, p in model.named_parameters() if p.requires_grad]
-        _prove(run, {n: weights[n] for n in names}, first_norms)
+        _prove(run, {n: weights[n] for n in names}, first_norms, part, in_bfloat16(part, device))
         write_final(weights, config, vocab, run.train / "final")
     if trainer.interrupted():  # after the last step: everything is kept, but the wish to stop holds
         raise KeyboardInterrupt
     return _counts(trainer, schedule.tokens, len(seen), len(held_out), vocab)
 
 
-def _prove(run: RunDir, trained: dict[str, torch.Tensor], first_norms: dict[str, torch.Tensor]) -> None:
+def _prove(
+    run: RunDir, trained: dict[str, torch.Tensor], first_norms: dict[str, torch.Tensor], part: TrainPart, half: bool
+) -> None:
     """Raises ProofError if a weight is not finite, or a norm weight is what it was (as in training in pure bf16)."""
     bad = [n for n, p in trained.items() if not bool(torch.isfinite(p).all())]
     still = [n for n, p in first_norms.items() if torch.equal(p, trained[n])]
@@ -141,10 +143,14 @@ def _prove(run: RunDir, trained: dict[str, torch.Tensor], first_norms: dict[str,
     ]
     run.write_proofs(proofs)
     if bad or still:
+        said = [f"{', '.join(bad)} is not finite"] * bool(bad)
+        said += [f"{', '.join(still)} is as it was before"] * bool(still)
+        # in float32, a norm stays only where its updates are below a rounding step
+        ways = ["set train.compute: float32"] * half
+        ways += [f"lower train.lr ({part.lr:g}) or train.clip ({part.clip:g})"] * bool(bad)
+        ways += [f"raise train.lr ({part.lr:g}) or train.clip ({part.clip:g})"] * (bool(still) and not bad)
         raise ProofError(
-            f"after training, {', '.join(bad) or 'no weight'} is not finite and "
-            f"{', '.join(still) or 'no norm weight'} is as it was before",
-            fix="set train.compute: float32 or another train.lr, and look at train/log.jsonl",
+            f"after training, {' and '.join(said)}", fix=f"{', or '.join(ways)}, and look at train/log.jsonl"
         )
 
 
