@@ -181,7 +181,7 @@ def test_several_answers_to_a_prompt(tiny: Path, tmp_path: Path) -> None:
     b.recipe = b.recipe.model_copy(update={"data": more})
     engine = b.engine(stop_after=stop)
     assert b.harvest(engine)["samples"] == 48
-    assert len(engine.asked) == 24, "only the third and fourth answers"
+    assert len(engine.asked) == 12, "only the fourth answers: the third ones were kept, unused"
 
 
 # ---- cut and repetitive answers ----
